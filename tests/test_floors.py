@@ -53,13 +53,12 @@ GROUND = {
     "optimizers": files("optimizers/: rule"),
     "center": files(
         "center/: coded contract worker fragments buffers landing state checks "
-        "lockstep options "
-        "center/rounds/: meeting at_once later in_line in_pieces turns"
+        "lockstep rounds turns"
     ),
     "peers": files(
-        "peers/: graphs stability mixing "
-        "center/: landing checks contract worker fragments state lockstep "
-        "rounds/meeting rounds/at_once rounds/turns rules/local_sgd rules/diloco"
+        "peers/: graphs stability "
+        "center/: landing checks contract worker fragments state lockstep rounds "
+        "turns rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
     "front": files("front/: checkpoints step comparison"),

@@ -3,20 +3,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.center.fragments import Whole
+from optx_sync.center.fragments import Partition
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
 from optx_sync.placement.fields import lies_in_pieces
 from optx_sync.shapes import Array, Int32
-from optx_sync.trees import Tree, is_masked, zeros_like
+from optx_sync.trees import Tree, is_masked, is_placeholder, zeros_like
 
 
 class Pending(NamedTuple):
@@ -37,6 +37,9 @@ class Outgoing(NamedTuple):
     weight: Any  # float32[], 0 where the worker is left out, or ()
 
 
+OnItsWay: TypeAlias = Pending | Outgoing | tuple[()]
+
+
 class Buffer:
     """Arrays with room for any one part of a tree.
 
@@ -46,37 +49,37 @@ class Buffer:
     one flat array for each dtype.
     """
 
-    def __init__(self, partition: Whole, tree: Tree):
+    def __init__(self, partition: Partition, tree: Tree):
         """The buffer for the parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
+        self._parts = partition.split(shapes)
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
-        self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
         for part in self._parts:
             self._sizes |= _sizes_of(part)  # of two Counters, the larger counts
         by_leaf = zip(*map(_with_masked, self._parts), strict=True)
         largest = [max(x, key=_rows) for x in by_leaf]
         whole = not any(map(is_masked, largest))  # a masked leaf has no elements
-        self._by_leaf = whole and not self._alike and _sizes_of(largest) == self._sizes
-        if self._alike:
-            self._form = forms[0]
-        elif self._by_leaf:
+        # Gives the leaves of a part of which each has an array of the buffer.
+        self._leaves: Callable[[Tree], list[Any]] | None = None
+        self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
+        if all(form == forms[0] for form in forms):
+            self._leaves, self._form = jax.tree.leaves, forms[0]
+        elif whole and _sizes_of(largest) == self._sizes:
+            self._leaves = _with_masked
             self._form = [(x.shape, x.dtype) for x in largest]
-        else:
-            self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
 
     def zeros(self) -> Tree:
-        """An empty buffer."""
+        """An empty buffer; for Optax's tree without leaves a number stands for it."""
+        if is_placeholder(self._parts[0]):
+            return jnp.zeros(())
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
 
     def pack(self, part: Tree, number: int) -> Tree:
         """The part in the form of the buffer, padded with zeros; any number will do."""
         leaves = jax.tree.leaves(part)
-        if self._alike:
-            return tuple(leaves)
-        if self._by_leaf:
-            pairs = zip(_with_masked(part), self._form, strict=True)
+        if self._leaves is not None:
+            pairs = zip(self._leaves(part), self._form, strict=True)
             filled = (_with_rows(x, *form, like=leaves) for x, form in pairs)
             return tuple(filled)
         return tuple(
@@ -87,10 +90,8 @@ class Buffer:
     def unpack(self, values: Tree, part: int) -> Tree:
         """The part in the buffer; the caller knows its number."""
         like, treedef = jax.tree.flatten(self._parts[part])
-        if self._alike:
-            return treedef.unflatten(values)
-        if self._by_leaf:
-            pairs = zip(values, _with_masked(self._parts[part]), strict=True)
+        if self._leaves is not None:
+            pairs = zip(values, self._leaves(self._parts[part]), strict=True)
             return treedef.unflatten(
                 x if x.shape == like.shape else x[: like.shape[0]]
                 for x, like in pairs
@@ -110,9 +111,9 @@ class BufferOfPieces(Buffer):
     could not cut them again.
     """
 
-    def __init__(self, partition: Whole, tree: Tree):
+    def __init__(self, partition: Partition, tree: Tree):
         """The buffer for the parts of a tree in pieces."""
-        self._parts = [partition.pick(tree, part) for part in range(partition.number)]
+        self._parts = partition.split(tree)
 
     def zeros(self) -> Tree:
         """An empty buffer."""
@@ -128,7 +129,7 @@ class BufferOfPieces(Buffer):
         return values[part]
 
 
-def buffer_of(partition: Whole, center: Tree) -> Buffer:
+def buffer_of(partition: Partition, center: Tree) -> Buffer:
     """A buffer for the parts of a center: `BufferOfPieces` where it lies in pieces."""
     kind = BufferOfPieces if lies_in_pieces(center) else Buffer
     return kind(partition, center)

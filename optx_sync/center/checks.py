@@ -1,146 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a center rule in lockstep, each with a message that says how to mend it."""
+"""The options of a center rule in lockstep, and what is refused of them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync.center.contract import (
-    CenterMemory,
-    CenterRule,
-    InnerState,
-    check_rule,
-)
-from optx_sync.checks import (
-    check_grads,
-    check_one_worker,
-    integer,
-    one_of,
-)
-from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
-from optx_sync.comm.varying import require_local, require_varying
+from optx_sync.center.contract import CenterMemory, CenterRule, InnerState, Period
+from optx_sync.center.fragments import Fragments
+from optx_sync.center.worker import takes_center
+from optx_sync.checks import check_grads, check_one_worker, integer
+from optx_sync.comm.collectives import ALONE, AxisName
+from optx_sync.comm.varying import axes_of, require_local, require_varying
+from optx_sync.exchange.contract import Exchange
+from optx_sync.options import Refused
 from optx_sync.placement.fields import holds_center, lies_in_pieces
 from optx_sync.trees import Tree
 
 
-def check_lockstep_rule(rule: CenterRule, call: str) -> None:
-    """Refuse anything but a rule, and a rule that cannot work in lockstep."""
-    check_rule(rule, call)
-    if rule.weigh is not None:
-        raise ValueError(
-            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
-            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
-        )
-    if getattr(rule.outer, "moved", None) is not None:
-        raise ValueError(
-            "The rule's outer optimizer is a center rule itself, which cannot step on "
-            "a center. Pass an optimizer as outer=, for example optax.sgd(0.1)."
-        )
+class Options(NamedTuple):
+    """The checked options of `center_variable`; `gossip` has some of them."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    axis_name: AxisName
+    period: Period
+    exchange: Exchange
+    dtype: DTypeLike | None = None
+    inner_state: InnerState = "keep"
+    drop_nonfinite: bool = False
+    measure: bool = False
+    shard_center: bool = False
+    fragments: Fragments = 1
+    delay: int = 0
+    center_memory: CenterMemory = "device"
+
+    @property
+    def moved(self) -> Callable[[Any, Tree, Tree], Any] | None:
+        """How a center rule in `inner` hears that its workers have been moved."""
+        return getattr(self.inner, "moved", None)
+
+    @property
+    def streams(self) -> bool:
+        """Whether parts meet in turn, or later than they are due."""
+        return self.fragments != 1 or self.delay > 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether center and outer state live in host memory."""
+        return self.center_memory == "pinned_host"
+
+    @property
+    def coded(self) -> bool:
+        """Whether pieces of a center come back coded, and workers keep the decoded."""
+        return self.shard_center and self.exchange.halves is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether `contribute` reads neither `taken` nor the center."""
+        return not {"taken", "center"} & {*self.rule.reads}
+
+    @property
+    def blind(self) -> bool:
+        """Whether workers contribute without seeing the center."""
+        return self.shard_center and not (self.coded or self.measure)
+
+    @property
+    def reads_center(self) -> str:
+        """The formula that reads the center between rounds, or ""."""
+        takes = "" if takes_center(self.rule) else "take"
+        return takes if self.rule.penalty is None else "penalty"
 
 
-def check_inner_state(inner_state: object) -> None:
-    """Refuse a name that is none of `InnerState`."""
-    one_of("inner_state", inner_state, InnerState)
+_RESTARTS = (
+    " would start the center rule inside anew, whose center its workers share. Pass it "
+    "to the innermost rule instead."
+)
+# What cannot be asked for together.
+TOGETHER: Refused[Options] = (
+    (
+        lambda o: o.rule.weigh is not None,
+        "weigh is for workers that come one by one, in oxs.simulate.asynchronous and "
+        "oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule.",
+    ),
+    (
+        lambda o: getattr(o.rule.outer, "moved", None) is not None,
+        "The rule's outer optimizer is a center rule itself, which cannot step on a "
+        "center. Pass an optimizer as outer=, for example optax.sgd(0.1).",
+    ),
+    (lambda o: o.moved and o.drop_nonfinite, "drop_nonfinite=True" + _RESTARTS),
+    (
+        lambda o: o.moved and o.inner_state == "reset",
+        "inner_state='reset'" + _RESTARTS,
+    ),
+    (
+        lambda o: o.streams and o.inner_state != "keep",
+        "inner_state={0.inner_state!r} is for rounds of all parameters at once; with "
+        "fragments or delay the state of `inner` is kept. Leave inner_state out, or "
+        "leave out fragments and delay.",
+    ),
+    (
+        lambda o: o.streams and o.moved,
+        "fragments and delay cannot go around another center rule: its center would "
+        "have to move with each part. Pass them to the innermost rule, or let replicas "
+        "stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), 'pods', "
+        "fragments=4).",
+    ),
+    (
+        lambda o: o.on_host and o.rule.penalty is not None,
+        "center_memory='pinned_host' keeps the center away from the device between "
+        "rounds, but this rule's `penalty` reads it in every step, as that of "
+        "elastic_average with rho does. Leave one of them out (rho=0.0).",
+    ),
+    (
+        lambda o: o.on_host and o.delay,
+        "center_memory='pinned_host' moves the center to the device where workers "
+        "meet, but with delay={0.delay} it absorbs their sum in a later step. Leave "
+        "one of them out.",
+    ),
+    (
+        lambda o: o.shard_center and o.axis_name is ALONE,
+        "shard_center=True shares a center out among workers, and with axis_name=None "
+        "there is one. Leave shard_center=True out.",
+    ),
+    (
+        lambda o: o.shard_center and o.reads_center,
+        "shard_center=True: between rounds nobody holds the whole center, which this "
+        "rule's `{0.reads_center}` reads, as that of elastic_average does. Leave "
+        "shard_center=True out, or choose a rule whose workers take the center: "
+        "local_sgd, diloco, agn.",
+    ),
+    (
+        lambda o: o.shard_center and not (o.exchange.scatter or o.exchange.halves),
+        "shard_center=True needs an exchange that can stop half way, where each worker "
+        "has the sum of its piece; this one cannot. Use oxs.exchange.all_reduce(), "
+        "quantized() or error_feedback(quantized()), or leave shard_center=True out.",
+    ),
+    (
+        lambda o: o.blind and not (o.alone or o.rule.affine),
+        "shard_center=True evaluates `contribute` on the mean of the workers' arrays, "
+        "which is the mean of the contributions only where the formula is affine in "
+        "them, and this rule does not declare that it is. Declare affine=True "
+        "(oxs.testing.check_rule holds the rule to it), or leave shard_center=True "
+        "out.",
+    ),
+)
+
+
+class Asked(NamedTuple):
+    """What a step is asked for, and finds."""
+
+    options: Options
+    num_workers: int
+    in_line: bool
+    meet: Any
+    weight: ArrayLike | None
+    extra_args: list[str]  # the names of those for `inner`
+    missing: list[str]  # mesh axes over which a pending sum does not vary
+
+    @property
+    def found(self) -> str:
+        """How many workers there are."""
+        if self.options.axis_name is ALONE:
+            return "axis_name=None stands for one worker"
+        return f"the axis {self.options.axis_name!r} has {self.num_workers} workers"
+
+    @property
+    def got(self) -> str:
+        """What `meet` was."""
+        return "no meet=" if self.meet is None else f"meet={self.meet!r}"
+
+
+# What cannot be asked for in a step.
+IN_A_STEP: Refused[Asked] = (
+    (
+        lambda o: o.options.rule.num_workers not in (None, o.num_workers),
+        "num_workers={0.options.rule.num_workers}, but {0.found}. Leave num_workers "
+        "out, or make them equal.",
+    ),
+    (
+        lambda o: (
+            o.options.rule.outer is o.options.inner and o.options.delay and o.extra_args
+        ),
+        "The center makes a step of `inner` {0.options.delay} step(s) after the sum, "
+        "when the extra arguments {0.extra_args} are others. Pass an optimizer of its "
+        "own for the center, outer=, or delay=0.",
+    ),
+    (
+        lambda o: o.missing,
+        "The parameters vary over the mesh axes {0.missing}, where a worker is cut in "
+        "shards by hand; the pending sum, with delay, is stored as equal over them, "
+        "but would vary. Leave these axes to the compiler, oxs.by_hand.map_workers, or "
+        "pass delay=0.",
+    ),
+    (
+        lambda o: o.in_line and o.meet is not None,
+        "With delay=1 and communication_period equal to the number of fragments a part "
+        "meets in every step, outside of conditionals: meet has no say in that; got "
+        "meet={0.meet!r}. Leave it out, or pass a longer communication_period.",
+    ),
+    (
+        lambda o: o.options.on_host and not isinstance(o.meet, bool),
+        "center_memory='pinned_host' needs two programs, one that moves the center to "
+        "the device and one that does not: a conditional inside of one would hold room "
+        "for it in every step. Got {0.got}. Pass a Python bool as a static "
+        "argument of the step, meet=oxs.by_hand.due(tx, number). (A rule inside of "
+        "another one is not told: give center_memory to the outer one.)",
+    ),
+    (
+        lambda o: o.in_line and o.weight is not None and not o.options.drop_nonfinite,
+        "With delay=1 and communication_period equal to the number of fragments what a "
+        "worker contributes is summed a step later, and its weight has to travel in "
+        "the state: pass drop_nonfinite=True, with which the state has a place for it, "
+        "or a longer communication_period.",
+    ),
+)
 
 
 def check_delay(delay: int | None) -> int:
     """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
-    if delay is None:
-        return 0
-    return integer("delay", delay, "It is static, in steps: pass 1, say.", least=0)
-
-
-def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:
-    """`center_memory=` of a center rule: whether the center lives on the host."""
-    one_of("center_memory", center_memory, CenterMemory)
-    if center_memory == "device":
-        return False
-    if rule.penalty is not None:
-        raise ValueError(
-            "center_memory='pinned_host' keeps the center away from the device between "
-            "rounds, but this rule's `penalty` reads it in every step, as that of "
-            "elastic_average with rho does. Leave one of them out (rho=0.0)."
-        )
-    if delay:
-        raise ValueError(
-            "center_memory='pinned_host' moves the center to the device where workers "
-            f"meet, but with delay={delay} it absorbs their sum in a later step. Leave "
-            "one of them out."
-        )
-    return True
-
-
-def check_meet(meet: object) -> None:
-    """Refuse a `meet` that is not static: see the message."""
-    if not isinstance(meet, bool):
-        got = "no meet=" if meet is None else f"meet={meet!r}"
-        raise ValueError(
-            "center_memory='pinned_host' needs two programs, one that moves the center"
-            " to the device and one that does not: a conditional inside of one would"
-            f" hold room for it in every step. Got {got}. Pass a Python bool as a"
-            " static argument of the step, meet=oxs.by_hand.due(tx, number). (A rule"
-            " inside of another one is not told: give center_memory to the outer one.)"
-        )
-
-
-def check_nested(
-    inner_moved: Callable | None, drop_nonfinite: bool, inner_state: str
-) -> None:
-    """Refuse options that would restart a center rule inside of this one."""
-    if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
-        got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
-        raise ValueError(
-            f"{got} would start the center rule inside anew, whose center its workers "
-            "share. Pass it to the innermost rule instead."
-        )
-
-
-def check_streams(
-    streams: bool, inner_state: str, inner_moved: Callable | None
-) -> None:
-    """Refuse options that fragments and delay do not support."""
-    if not streams:
-        return
-    if inner_state != "keep":
-        raise ValueError(
-            f"inner_state={inner_state!r} is for rounds of all parameters at once; "
-            "with fragments or delay the state of `inner` is kept. Leave inner_state "
-            "out, or leave out fragments and delay."
-        )
-    if inner_moved is not None:
-        raise ValueError(
-            "fragments and delay cannot go around another center rule: its center "
-            "would have to move with each part. Pass them to the innermost rule, or "
-            "let replicas stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), "
-            "'pods', fragments=4)."
-        )
-
-
-def check_streaming_step(
-    state: Any, meet: bool | jax.Array | None, in_line: bool
-) -> None:
-    """Refuse a pending sum of shards, and `meet` where it has no effect."""
-    if state.pending != ():
-        _require_within(state.center, state.pending)
-    if in_line and meet is not None:
-        raise ValueError(
-            "With delay=1 and communication_period equal to the number of fragments "
-            "a part meets in every step, outside of conditionals: meet has no say in "
-            f"that; got meet={meet!r}. Leave it out, or pass a longer "
-            "communication_period."
-        )
-
-
-def check_delayed_inner(delay: int, extra_args: dict[str, Any]) -> None:
-    """Refuse extra arguments where `inner` steps at the center after a delay."""
-    if delay and extra_args:
-        raise ValueError(
-            f"The center makes a step of `inner` {delay} step(s) after the sum,"
-            f" when the extra arguments {sorted(extra_args)} are others. Pass "
-            "an optimizer of its own for the center, outer=, or delay=0."
-        )
+    mend = "It is static, in steps: pass 1, say."
+    return 0 if delay is None else integer("delay", delay, mend, least=0)
 
 
 def refuse_hidden_center(state: optax.OptState) -> None:
@@ -155,33 +236,18 @@ def refuse_hidden_center(state: optax.OptState) -> None:
         )
 
 
-def _require_within(tree: Tree, pending: Tree) -> None:
-    """Refuse a pending sum that varies over mesh axes along which the state is equal.
+def axes_missing(state: Any) -> list[str]:
+    """The mesh axes over which the center varies, and what is on its way does not.
 
-    This happens to shards cut by hand, in `jax.shard_map(check_vma=True)`.
+    This happens to shards cut by hand, in `jax.shard_map(check_vma=True)`: the pending
+    sum is stored as equal over them.
     """
-
-    def axes(tree):
-        return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
-
-    missing = axes(tree) - axes(pending)
-    if missing:
-        raise ValueError(
-            f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
-            "is cut in shards by hand; the pending sum, with delay, is stored as equal "
-            "over them, but would vary. Leave these axes to the compiler, "
-            "oxs.by_hand.map_workers, or pass delay=0."
-        )
+    missing = axes_of(state.center) - axes_of(state.pending)
+    return [] if state.pending == () else sorted(missing)
 
 
-def check_step(
-    grads: Tree,
-    state: Any,
-    params: Tree,
-    axis_name: AxisName,
-    rule: CenterRule,
-) -> int:
-    """Refuse arguments that do not fit a worker's step; returns the number of workers.
+def check_step(grads: Tree, state: Any, params: Tree, axis_name: AxisName) -> None:
+    """Refuse arguments that do not fit a worker's step.
 
     `state` has the fields `local_step` and `center`, which may lie in pieces.
     """
@@ -197,15 +263,3 @@ def check_step(
     require_varying(state.center, params, axis_name, "center")
     center = () if lies_in_pieces(state.center) else state.center
     check_one_worker(state.local_step, center, params)
-    workers = axis_size(axis_name)
-    if rule.num_workers not in (None, workers):
-        found = f"the axis {axis_name!r} has {workers} workers"
-        if axis_name is ALONE:
-            found = "axis_name=None stands for one worker"
-        raise ValueError(
-            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
-            "make them equal."
-        )
-    if rule.check_lockstep is not None:
-        rule.check_lockstep(workers)
-    return workers

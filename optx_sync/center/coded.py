@@ -1,49 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coded (compressed) pushes and answers, for workers that come one by one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule
-from optx_sync.exchange.contract import Code, Exchange, check_exchange
+from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.options import Refused, refuse
 from optx_sync.trees import Tree, is_floating, leaves_with_names
+
+
+class _Pushes(NamedTuple):
+    """How workers that come one by one code what they send."""
+
+    exchange: Exchange
+    rule: CenterRule
+
+
+_PUSHED: Refused[_Pushes] = (
+    (
+        lambda o: o.exchange.code is None,
+        "Workers that meet the center one by one push through an exchange that has a "
+        "code, such as oxs.exchange.quantized(), top_k() or error_feedback(...) around "
+        "one. This one compares or combines what several replicas have.",
+    ),
+    (
+        lambda o: "center" in o.rule.reads,
+        "exchange= codes what a worker contributes, but the contribution of this rule "
+        "reads the center as it is when the push arrives, which the worker does not "
+        "know. Leave exchange out, or write the rule with own.taken and declare what "
+        "it reads, reads=('params', 'taken').",
+    ),
+)
+_PULLED: Refused[Exchange] = (
+    (
+        lambda exchange: exchange.code is None or exchange.remembers,
+        "pull_exchange= codes what a worker lacks of the center, one array alone. What "
+        "a code loses is lacking the next time, so nothing is remembered. Pass an "
+        "exchange that has a code and no memory, such as oxs.exchange.quantized() or "
+        "top_k(), without error_feedback.",
+    ),
+)
 
 
 def check_code(exchange: Exchange | None, rule: CenterRule) -> Exchange | None:
     """`exchange=` for workers that come one by one; refuse one without a code."""
-    if exchange is None:
-        return None
-    check_exchange(exchange)
-    if exchange.code is None:
-        raise ValueError(
-            "Workers that meet the center one by one push through an exchange that has "
-            "a code, such as oxs.exchange.quantized(), top_k() or error_feedback(...) "
-            "around one. This one compares or combines what several replicas have."
-        )
-    if "center" in rule.reads:
-        raise ValueError(
-            "exchange= codes what a worker contributes, but the contribution of this "
-            "rule reads the center as it is when the push arrives, which the worker "
-            "does not know. Leave exchange out, or write the rule with own.taken and "
-            "declare what it reads, reads=('params', 'taken')."
-        )
+    if exchange is not None:
+        check_exchange(exchange)
+        refuse(_Pushes(exchange, rule), _PUSHED)
     return exchange
 
 
 def check_pull_code(exchange: Exchange | None) -> Exchange | None:
     """`pull_exchange=`; refuse an exchange that has no code, or that has a memory."""
-    if exchange is None:
-        return None
-    check_exchange(exchange)
-    if exchange.code is None or exchange.remembers:
-        raise ValueError(
-            "pull_exchange= codes what a worker lacks of the center, one array alone. "
-            "What a code loses is lacking the next time, so nothing is remembered. "
-            "Pass an exchange that has a code and no memory, such as "
-            "oxs.exchange.quantized() or top_k(), without error_feedback."
-        )
+    if exchange is not None:
+        check_exchange(exchange)
+        refuse(exchange, _PULLED)
     return exchange
 
 
@@ -65,21 +79,19 @@ def encoded(
 
     Each array is coded alone, so that variables may go to several servers.
     """
-    code = _code_of(exchange)
+    code: Any = exchange.code  # `check_code` has seen that there is one
     leaves, treedef = jax.tree.flatten(tree)
-    messages, after = [], []
-    for leaf, state in zip(leaves, states, strict=True):
-        message = leaf
-        if leaf.size:
-            message, _, state = code.encode(leaf, state)
-        messages.append(message)
-        after.append(state)
-    return treedef.unflatten(messages), tuple(after)
+    coded = [
+        code.encode(leaf, state) if leaf.size else (leaf, None, state)
+        for leaf, state in zip(leaves, states, strict=True)
+    ]
+    messages = treedef.unflatten(message for message, _, _ in coded)
+    return messages, tuple(state for _, _, state in coded)
 
 
 def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
     """The arrays that the messages encode, in the shapes and dtypes of `like`."""
-    code = _code_of(exchange)
+    code: Any = exchange.code
     return jax.tree.map(
         lambda x, message: code.decode(message, x) if x.size else message,
         like,
@@ -110,9 +122,3 @@ def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:
 def bytes_of(tree: Tree) -> int:
     """The size in bytes of a tree of arrays, or of their shapes and dtypes."""
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
-
-
-def _code_of(exchange: Exchange) -> Code:
-    if exchange.code is None:
-        raise ValueError("This exchange has no code.")
-    return exchange.code

@@ -20,6 +20,7 @@ import optax
 from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.varying import vary_with
+from optx_sync.options import Refused, refuse
 from optx_sync.placement.fields import InParts
 from optx_sync.trees import Tree, is_masked, is_nothing, path_name, pure
 
@@ -34,16 +35,15 @@ class _Strided(NamedTuple):
     number: int
 
     def __call__(self, path: jax.tree_util.KeyPath, leaf: jax.Array) -> Part:
+        names: list[Any] = []
         for key in path:
-            place = getattr(key, "idx", None)
-            if place is not None:
-                return place % self.number
-            name = getattr(key, "key", getattr(key, "name", ""))
+            kinds = (getattr(key, kind, None) for kind in ("idx", "key", "name"))
+            name = next((name for name in kinds if name is not None), "")
             # A flat name is a path of its own: "layers.0.weight", ("layers", 0).
-            for part in name if isinstance(name, tuple) else (name,):
-                digits = re.search(r"\d+(?=[./]|$)", str(part))
-                if digits is not None:
-                    return int(digits.group()) % self.number
+            names += name if isinstance(name, tuple) else (name,)
+        digits = re.search(r"\d+(?=[./]|$)", "/".join(map(str, names)))
+        if digits is not None:
+            return int(digits.group()) % self.number
         if not leaf.shape:
             return 0
         return np.arange(leaf.shape[0]) % self.number
@@ -87,15 +87,52 @@ def strided(number: int) -> Fragments:
 
 def check_fragments(fragments: object) -> Fragments:
     """`fragments=` of a center rule, 1 for `None`; else a TypeError or ValueError."""
-    if fragments is None:
-        return 1
     if callable(fragments):
         function: Any = fragments
         return function
     mend = (
         "Pass 4, say, or a function (path, leaf) -> parts such as oxs.rules.strided(4)."
     )
-    return integer("fragments", fragments, mend)
+    return 1 if fragments is None else integer("fragments", fragments, mend)
+
+
+class _Turns(NamedTuple):
+    """How often one of several parts meets."""
+
+    period: Any  # a `Period`
+    number: int
+    delay: int
+
+    @property
+    def between(self) -> Any:
+        """Steps from one exchange to the next."""
+        return self.period if callable(self.period) else self.period // self.number
+
+    @property
+    def fitting(self) -> int:
+        """By what to multiply the parts for a period that is not shorter."""
+        return -(-self.period // self.number)
+
+
+_NOT_IN_TURN: Refused[_Turns] = (
+    (
+        lambda o: callable(o.period) and o.number > 1,
+        "communication_period is a schedule, which fragments cannot divide; got "
+        "{0.number} of them. Pass an int as the period, or fragments=1.",
+    ),
+    (
+        lambda o: not callable(o.period) and o.period % o.number,
+        "communication_period={0.period} is not a multiple of the {0.number} "
+        "fragments: every communication_period / fragments steps one of them meets. "
+        "Pass for example communication_period={0.fitting} * {0.number}.",
+    ),
+    (
+        lambda o: not callable(o.period) and o.delay > o.between,
+        "delay={0.delay} is longer than communication_period / fragments = {0.between} "
+        "steps; what is summed must land before the next part sets out. Pass "
+        "delay={0.between} or less, a longer communication_period or fewer fragments.",
+    ),
+)
 
 
 def steps_between(period: Period, number: int, delay: int) -> Period:
@@ -104,28 +141,9 @@ def steps_between(period: Period, number: int, delay: int) -> Period:
     Raises a ValueError where the parts do not divide the period, or where the delay is
     longer than L: only one part may be on its way at a time.
     """
-    if callable(period):
-        if number > 1:
-            raise ValueError(
-                "communication_period is a schedule, which fragments cannot divide; "
-                f"got {number} of them. Pass an int as the period, or fragments=1."
-            )
-        return period
-    if period % number:
-        raise ValueError(
-            f"communication_period={period} is not a multiple of the {number} "
-            "fragments: every communication_period / fragments steps one of them "
-            f"meets. Pass for example communication_period={-(-period // number)} * "
-            f"{number}."
-        )
-    if delay > period // number:
-        raise ValueError(
-            f"delay={delay} is longer than communication_period / fragments = "
-            f"{period // number} steps; what is summed must land before the next part "
-            f"sets out. Pass delay={period // number} or less, a longer "
-            "communication_period or fewer fragments."
-        )
-    return period // number
+    turns = _Turns(period, number, delay)
+    refuse(turns, _NOT_IN_TURN)
+    return turns.between
 
 
 def number_of_parts(fragments: Fragments) -> int | None:
@@ -133,26 +151,8 @@ def number_of_parts(fragments: Fragments) -> int | None:
     return getattr(fragments, "number", None) if callable(fragments) else fragments
 
 
-class Whole:
-    """The trivial partition: the whole tree is one part."""
-
-    number = 1
-
-    def pick(self, tree: Tree, part: int) -> Tree:
-        """The whole tree."""
-        return tree
-
-    def put(self, tree: Tree, part: int, values: Tree) -> Tree:
-        """The new values of the whole tree."""
-        return values
-
-    def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
-        """A state for the one part."""
-        return start(tree)
-
-
-class Partition(Whole):
-    """Which rows of which leaves belong to which part.
+class Partition:
+    """Which rows of which leaves belong to which part; a single part has all of them.
 
     Attributes:
         number: P, the number of parts.
@@ -172,10 +172,10 @@ class Partition(Whole):
         )
         self._treedef = jax.tree.structure(tree)
         self._forms = tuple((jnp.shape(leaf), leaf.dtype) for _, leaf in leaves)
-        found = {int(part) for owner in owners for part in owner}
+        found: set[int] = set().union(*(np.unique(x).tolist() for x in owners))
         self.number = number_of_parts(fragments) or 1 + max(found, default=0)
         missing = sorted(set(range(self.number)) - found)
-        if missing:
+        if missing and self.number > 1:
             raise ValueError(
                 f"There are {self.number} fragments, and nothing is in number "
                 f"{', '.join(map(str, missing))}. Pass fewer, or a function that gives "
@@ -194,9 +194,8 @@ class Partition(Whole):
 
     def __eq__(self, other: object) -> bool:
         """Whether both cut the same trees in the same way."""
-        if self is other:
-            return True
-        return isinstance(other, Partition) and self._said == other._said
+        alike = isinstance(other, Partition)
+        return self is other or (alike and self._said == other._said)
 
     def __hash__(self) -> int:
         return self._hash
@@ -214,10 +213,10 @@ class Partition(Whole):
 
     def pick(self, tree: Tree, part: int) -> Tree:
         """One part of a tree like the one that was cut; for () it is ()."""
-        if is_nothing(tree):
-            return tree
         if isinstance(tree, InParts):
             return tree.parts[part]
+        if self.number == 1 or is_nothing(tree):
+            return tree
         leaves = self._treedef.flatten_up_to(tree)
         return self._treedef.unflatten(
             optax.MaskedNode()
@@ -228,10 +227,10 @@ class Partition(Whole):
 
     def put(self, tree: Tree, part: int, values: Tree) -> Tree:
         """The tree with new values for one part."""
-        if is_nothing(tree):
-            return tree
         if isinstance(tree, InParts):
             return InParts((*tree.parts[:part], values, *tree.parts[part + 1 :]), self)
+        if self.number == 1 or is_nothing(tree):
+            return values
         leaves = self._treedef.flatten_up_to(tree)
         values = self._treedef.flatten_up_to(values)
         return self._treedef.unflatten(
@@ -239,8 +238,14 @@ class Partition(Whole):
             for x, rows, value in zip(leaves, self._rows[part], values, strict=True)
         )
 
+    def split(self, tree: Tree) -> tuple[Tree, ...]:
+        """All parts of a tree like the one that was cut."""
+        return tuple(self.pick(tree, part) for part in range(self.number))
+
     def join(self, parts: Sequence[Tree]) -> Tree:
         """The whole tree from all its parts, in their dtypes."""
+        if self.number == 1:
+            return parts[0]
         leaves = map(self._treedef.flatten_up_to, parts)
         joined = []
         for (shape, dtype), *rows in zip(self._forms, *leaves, strict=True):
@@ -252,16 +257,9 @@ class Partition(Whole):
         return tree
 
     def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
-        """A tuple of states, one for each part."""
-        return tuple(start(self.pick(tree, part)) for part in range(self.number))
-
-
-def split(fragments: Fragments, tree: Tree) -> Whole:
-    """The parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
-    if not callable(fragments) and fragments == 1:
-        return Whole()
-    partition = Partition(fragments, tree)
-    return partition if partition.number > 1 else Whole()
+        """A state for the one part, or a tuple of states, one for each part."""
+        states = tuple(map(start, self.split(tree)))
+        return states if self.number > 1 else states[0]
 
 
 def _asked(
@@ -311,10 +309,10 @@ def _rows_of(owner: np.ndarray, part: int) -> Rows | None:
         return None
     if rows.size == owner.size:
         return slice(None)
-    strides = np.unique(np.diff(rows)) if rows.size > 1 else np.ones(1, int)
-    if strides.size > 1:
+    strides = np.unique(np.diff(rows)).tolist() or [1]
+    if len(strides) > 1:
         return rows
-    return slice(int(rows[0]), int(rows[-1]) + 1, int(strides[0]))
+    return slice(int(rows[0]), int(rows[-1]) + 1, strides[0])
 
 
 def _take_rows(x: Any, rows: Rows) -> Any:

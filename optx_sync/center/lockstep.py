@@ -2,8 +2,9 @@
 """`center_variable`: workers that meet at a center every few steps, in lockstep."""
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.buffers import Outgoing
+from optx_sync.center.checks import Options
 from optx_sync.center.contract import (
     CenterMemory,
     CenterRule,
@@ -21,39 +23,37 @@ from optx_sync.center.contract import (
     Period,
     Round,
     check_period,
+    check_rule,
     keeps_before,
     static_period,
 )
 from optx_sync.center.fragments import (
     Fragments,
-    Whole,
+    Partition,
     check_fragments,
     number_of_parts,
-    split,
     steps_between,
 )
-from optx_sync.center.landing import Landing
-from optx_sync.center.rounds.at_once import AtOnce
-from optx_sync.center.rounds.in_line import InLine
-from optx_sync.center.rounds.in_pieces import Pieces, pieces
-from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
-from optx_sync.center.rounds.turns import Now
+from optx_sync.center.landing import Landing, Pieces
+from optx_sync.center.rounds import AtOnce, InLine, Later, Meeting, Rounds, Step
 from optx_sync.center.state import CenterState, How
+from optx_sync.center.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import (
     check_inner,
     check_params,
     floating,
+    one_of,
     refuse_placeholder,
 )
 from optx_sync.comm import varying
-from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
+from optx_sync.comm.collectives import ALONE, AxisName, axis_size, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
 from optx_sync.metrics import SharedInfo
+from optx_sync.options import refuse
 from optx_sync.placement import memory
 from optx_sync.placement.fields import fact
 from optx_sync.placement.leaves import map_but_counters
@@ -153,46 +153,35 @@ def center_variable(
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.rules.local_sgd(), 'workers')"
     inner = check_inner(inner, call)
-    checks.check_lockstep_rule(rule, call)
+    check_rule(rule, call)
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    checks.check_inner_state(inner_state)
-    inner_moved = getattr(inner, "moved", None)
-    checks.check_nested(inner_moved, drop_nonfinite, inner_state)
-    fragments, delay = check_fragments(fragments), checks.check_delay(delay)
-    streams = fragments != 1 or delay > 0
-    checks.check_streams(streams, inner_state, inner_moved)
-    exchange = exchanges.check_exchange(exchange, all_reduce())
-    known = number_of_parts(fragments)
-    between = None if known is None else steps_between(period, known, delay)
-    on_host = checks.check_memory(center_memory, rule, delay)
-    kept = work.keeping(rule, keep_local)
-    landing = Landing(kept, axis_name)
-    if shard_center:
-        landing = pieces(kept, axis_name, exchange, measure, delay)
-    meeting = Meeting(
+    one_of("inner_state", inner_state, InnerState)
+    one_of("center_memory", center_memory, CenterMemory)
+    options = Options(
         inner,
-        kept,
+        work.keeping(rule, keep_local),
         axis_name,
-        exchange,
+        period,
+        exchanges.check_exchange(exchange, all_reduce()),
+        floating("accumulator_dtype", accumulator_dtype),
         inner_state,
         drop_nonfinite,
         measure,
-        landing,
+        shard_center,
+        check_fragments(fragments),
+        checks.check_delay(delay),
+        center_memory,
     )
-    lockstep = Lockstep(
-        meeting,
-        period,
-        functools.partial(_rounds, meeting, delay),
-        floating("accumulator_dtype", accumulator_dtype),
-        keeps_before(rule) or landing.coded,
-        fragments,
-        delay,
-        on_host,
-    )
+    refuse(options, checks.TOGETHER)
+    parts = number_of_parts(options.fragments)
+    between = None if parts is None else steps_between(period, parts, options.delay)
+    landing = Pieces if shard_center else Landing
+    meeting = Meeting(options, landing(options))
+    lockstep = Lockstep(meeting, functools.partial(_rounds, meeting))
     return direct_transformation(
         lockstep.init,
         landing_update(lockstep.apply),
@@ -202,111 +191,88 @@ def center_variable(
     )
 
 
-def _rounds(meeting: Meeting, delay: int, between: Period) -> Rounds:
+def _rounds(meeting: Meeting, between: Period) -> Rounds:
     """How parts meet that do so every `between` steps."""
+    delay = meeting.options.delay
     if not delay:
         return AtOnce(meeting)
     # One exchange in each step, of what set out in the step before.
     every_step = delay == 1 and not callable(between) and between == 1
-    if every_step and not isinstance(meeting.landing, Pieces):
-        return InLine(meeting)
-    return Later(meeting, delay)
-
-
-class _Plan(NamedTuple):
-    """How the parts of a tree of parameters meet."""
-
-    parts: Whole
-    between: Period  # steps from one exchange to the next
-    round: Rounds
+    in_line = every_step and not meeting.options.shard_center
+    return InLine(meeting) if in_line else Later(meeting, delay)
 
 
 class Lockstep(NamedTuple):
-    """`init` and `apply` of `center_variable` and `gossip`, with checked arguments."""
+    """`init` and `apply` of `center_variable` and `gossip`."""
 
     meeting: Meeting
-    period: Period
     rounds: Callable[[Period], Rounds]  # given the steps from one exchange to the next
-    dtype: DTypeLike | None = None
-    keeps_taken: bool = False  # whether a worker keeps the center before its last round
-    fragments: Fragments = 1
-    delay: int = 0
-    on_host: bool = False  # whether center and outer state live in host memory
 
-    def plan(self, center: Tree) -> _Plan:
-        """The parts of a tree like the parameters, and when and how they meet."""
-        parts = split(self.fragments, center)
-        between = steps_between(self.period, parts.number, self.delay)
-        return _Plan(parts, between, self.rounds(between))
+    @property
+    def options(self) -> Options:
+        """The checked options."""
+        return self.meeting.options
 
-    def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
-        """(ages, center, pending, what exchanges remember) before the first step."""
-        if trees.is_placeholder(center):
-            return self.start_placeholder(center)
-        parts, _, round_ = self.plan(center)
-        ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
-        held = self.meeting.landing.start(parts, center)
-        return ages, held, *round_.start(parts, center, held.value)
+    def plan(self, center: Tree) -> tuple[Partition, Period, Rounds]:
+        """How a tree like the parameters meets.
 
-    def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
-        """The same for the tree without leaves of `optax.tree.map_params`."""
-        if number_of_parts(self.fragments) != 1:
-            refuse_placeholder(center, "fragments")
-        if isinstance(self.meeting.landing, Pieces):
-            refuse_placeholder(center, "shard_center=True")
-        some = jnp.zeros(())  # stands for all that depends on a tree with leaves
-        meeting = self.meeting
-        outer = () if meeting.rule.outer is None else meeting.rule.outer.init(center)
-        remembered = meeting.exchange.init(center)
-        if self.delay == 1 and self.period == 1:  # in line
-            remembered = some
-        return (), Center(center, outer), some if self.delay else (), remembered
+        (its parts, the steps from one exchange to the next, when they meet)
+        """
+        options = self.options
+        parts = Partition(options.fragments, center)
+        between = steps_between(options.period, parts.number, options.delay)
+        return parts, between, self.rounds(between)
 
     def init(self, params: Tree) -> CenterState:
         """The state of a worker before its first step."""
-        meeting = self.meeting
-        rule, exchange, drops = meeting.rule, meeting.exchange, meeting.drop_nonfinite
+        options = self.options
+        rule, axis_name = options.rule, options.axis_name
+        takes = work.takes_center(rule)
         check_params(params)
-        center = work.start_center(params, self.dtype)
-        inner = meeting.inner.init(params)
-        if getattr(meeting.inner, "moved", None) is None:
+        center = work.start_center(params, options.dtype)
+        inner = options.inner.init(params)
+        if options.moved is None:
             checks.refuse_hidden_center(inner)
-        if not trees.is_placeholder(center):
-            meeting.landing.try_on(center)
-        ages, held, pending, remembered = self.start(center)
+        if number_of_parts(options.fragments) != 1:
+            refuse_placeholder(center, "fragments")
+        parts, _, round_ = self.plan(center)
+        held = self.meeting.landing.start(parts, center)
+        pending, remembered = round_.start(parts, center, held.value)
         # A worker's own fields have the varying type from the start.
         own = functools.partial(
-            map_but_counters,
-            lambda x: varying.localize_where_mapped(x, meeting.axis_name),
+            map_but_counters, lambda x: varying.localize_where_mapped(x, axis_name)
         )
-        if self.on_host:
-            held = memory.on_host(held)
+        held = memory.on_host(held) if options.on_host else held
+        measured = {}
+        if options.measure:
+            measured["distance"] = own(jnp.float32(0))
+            measured["measured"] = start(options.exchange.exact, False)
+        keeps_taken = options.coded or (keeps_before(rule) and not takes)
         return CenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
-            ages=ages,
+            ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
             center=held.value,
-            taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
+            taken=work.start_center(params, options.dtype) if keeps_taken else (),
             outer=held.outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
             else varying.vary_with(pending, center),
             accumulated=own(work.start_accumulated(rule, center)),
-            broken=own(jnp.bool_(False)) if drops else (),
+            broken=own(jnp.bool_(False)) if options.drop_nonfinite else (),
             exchange=own(remembered),
             info=SharedInfo(
                 dropped=own(jnp.zeros((), jnp.int32)),
-                outliers=own(exchanges.start_outliers(exchange)),
-                distance=own(jnp.float32(0)) if meeting.measure else (),
-                measured=start(exchange.exact, False) if meeting.measure else (),
+                outliers=own(exchanges.start_outliers(options.exchange)),
+                **measured,
             ),
             inner=own(inner),
             how=How(
                 sums=fact(rule.mean_over is None),
-                takes=fact(not work.takes_center(rule)),
-                on_host=fact(self.on_host),
-                alone=fact(meeting.axis_name is ALONE),
+                takes=fact(not takes),
+                on_host=fact(options.on_host),
+                alone=fact(axis_name is ALONE),
             ),
         )
 
@@ -321,80 +287,86 @@ class Lockstep(NamedTuple):
         **extra_args: Any,
     ) -> tuple[Tree, CenterState]:
         """One step that returns parameters: what every center rule runs."""
-        meeting = self.meeting
-        num_workers = self.check_step(grads, state, params)
+        options = self.options
+        checks.check_step(grads, state, params, options.axis_name)
+        num_workers = axis_size(options.axis_name)
+        period = static_period(options.period)
         center = self.shapes(params)
-        plan = self.plan(center)
-        meeting.landing.fit(plan.parts, state.center, center)
-        self.check_stream(plan, state, meet, extra_args)
-        if self.on_host:
-            checks.check_meet(meet)
+        parts, between, round_ = self.plan(center)
+        self.meeting.landing.fit(parts, state.center, center)
         steps = state.steps_since_round + 1
         before = Worker(params, state.inner, state.taken, state.accumulated)
         with weight_takers() as takers:
             worker = work.walk(
-                meeting.inner,
-                meeting.rule,
+                options.inner,
+                options.rule,
                 before,
                 state.center,
                 grads,
-                Round(num_workers, static_period(self.period), steps),
+                Round(num_workers, period, steps),
                 **extra_args if weight is None else {**extra_args, "weight": weight},
             )
         take_weight(weight)
-        worker, broken = self.own_step(before, worker, state.broken)
-        due = (
-            work.is_due(plan.between, steps, state.local_step) if meet is None else meet
+        weight = None if takers else weight
+        refuse(
+            checks.Asked(
+                options,
+                num_workers,
+                isinstance(round_, InLine),
+                meet,
+                weight,
+                sorted(extra_args),
+                checks.axes_missing(state),
+            ),
+            checks.IN_A_STEP,
         )
+        if options.rule.check_lockstep is not None:
+            options.rule.check_lockstep(num_workers)
+        worker, broken = self.own_step(before, worker, state.broken)
+        due = work.is_due(between, steps, state.local_step) if meet is None else meet
+        weight, alike = self.own_weight(weight)
         step = Step(
             num_workers=num_workers,
-            period=static_period(self.period),
+            period=period,
             due=due,
             steps=steps,
-            ages=state.ages if plan.parts.number == 1 else state.ages + 1,
+            ages=jax.tree.map(lambda age: age + 1, state.ages),
             rounds=state.global_step,
             quiet=state.steps_since_round,
-            parts=plan.parts,
+            parts=parts,
             params=params,
-            alike=True,
+            alike=alike,
             extra_args=extra_args,
             alone={},
         )
-        well = None if broken is None else ~broken
-        weight, alike = self.own_weight(plan, None if takers else weight)
-        step = step._replace(alike=alike)
-        now = plan.round.step(
-            Now(
-                worker=worker,
-                center=Center(state.center, state.outer),
-                pending=state.pending,
-                exchange=state.exchange,
-                info=state.info,
-                weight=weight,
-                well=well,
-            ),
-            step,
+        now = Now(
+            worker=worker,
+            center=Center(state.center, state.outer),
+            pending=state.pending,
+            exchange=state.exchange,
+            info=state.info,
+            weight=weight,
+            well=jax.tree.map(lambda broken: ~broken, broken),
         )
+        now = round_.step(now, step)
         return now.worker.params, self.next_state(state, now, step, broken)
 
     def next_state(
-        self, state: CenterState, now: Now, step: Step, broken: jax.Array | None
+        self, state: CenterState, now: Now, step: Step, broken: Tree
     ) -> CenterState:
         """The state after a step, from what the step and its round have changed."""
-        due, ages = jnp.asarray(step.due), step.ages
-        if step.parts.number > 1:
-            ages = jnp.where(step.met(), jnp.zeros_like(ages), ages)
+        due, met = jnp.asarray(step.due), step.met()
         return state._replace(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),
             global_step=state.global_step + due.astype(jnp.int32),
-            ages=ages,
+            ages=trees.where(met, trees.zeros_like(step.ages), step.ages),
             center=now.center.value,
             taken=now.worker.taken,
             outer=now.center.outer,
             pending=now.pending,
             accumulated=now.worker.accumulated,
-            broken=() if broken is None else broken & ~due,
+            broken=jax.tree.map(lambda broken: broken & ~due, broken),
             exchange=now.exchange,
             info=now.info,
             inner=now.worker.inner,
@@ -403,72 +375,42 @@ class Lockstep(NamedTuple):
     def own_step(
         self, before: Worker, worker: Worker, broken: Any
     ) -> tuple[Worker, Tree]:
-        """(the worker after its own step, whether it is broken, or `None`)."""
-        axis_name = self.meeting.axis_name
+        """(the worker after its own step, whether it is broken, or ())."""
+        axis_name = self.options.axis_name
         # Constants and fresh counters inside `inner` may not have the varying type.
         x, accumulated = varying.localize(
             (worker.params, worker.accumulated), axis_name
         )
         inner = map_but_counters(lambda x: varying.localize(x, axis_name), worker.inner)
         worker = worker._replace(params=x, inner=inner, accumulated=accumulated)
-        if not self.meeting.drop_nonfinite:
-            return worker, None
+        if not self.options.drop_nonfinite:
+            return worker, ()
         broken = broken | ~varying.everywhere(
             trees.is_finite(x), before.params, axis_name
         )
         return work.stand_still(before, worker, broken), broken
 
-    def own_weight(
-        self, plan: _Plan, weight: ArrayLike | None
-    ) -> tuple[jax.Array | None, bool]:
+    def own_weight(self, weight: ArrayLike | None) -> tuple[jax.Array | None, bool]:
         """(this worker's weight or `None`, whether all weights are 0 or 1)."""
-        meeting = self.meeting
-        if weight is None:
-            one = jnp.float32(1)
-            if not meeting.drop_nonfinite:
-                return None, True
-            return varying.localize(one, meeting.axis_name), True
-        exchanges.check_weight(meeting.exchange, weight)
-        if isinstance(plan.round, InLine) and not meeting.drop_nonfinite:
-            raise ValueError(
-                "With delay=1 and communication_period equal to the number of "
-                "fragments what a worker contributes is summed a step later, and its "
-                "weight has to travel in the state: pass drop_nonfinite=True, with "
-                "which the state has a place for it, or a longer communication_period."
-            )
-        alike = jnp.result_type(weight) == jnp.bool_
-        return own_weight(weight, meeting.axis_name), alike
+        axis_name = self.options.axis_name
+        if weight is not None:
+            exchanges.check_weight(self.options.exchange, weight)
+            alike = jnp.result_type(weight) == jnp.bool_
+            return own_weight(weight, axis_name), alike
+        if self.options.drop_nonfinite:
+            return varying.localize(jnp.float32(1), axis_name), True
+        return None, True
 
     def shapes(self, params: Tree) -> Tree:
         """The shapes and dtypes of the whole center."""
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
         )
-        return work.start_center(shapes, self.dtype)
-
-    def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
-        """Refuse what does not fit a worker's step; returns the number of workers."""
-        return checks.check_step(
-            grads, state, params, self.meeting.axis_name, self.meeting.rule
-        )
-
-    def check_stream(
-        self,
-        plan: _Plan,
-        state: CenterState,
-        meet: bool | jax.Array | None,
-        extra_args: dict[str, Any],
-    ) -> None:
-        """Refuse what rounds of parts cannot take."""
-        if self.fragments == 1 and not self.delay:
-            return
-        if self.meeting.rule.outer is self.meeting.inner:
-            checks.check_delayed_inner(self.delay, extra_args)
-        checks.check_streaming_step(state, meet, isinstance(plan.round, InLine))
+        return work.start_center(shapes, self.options.dtype)
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state after a rule around this one has moved the workers' parameters."""
-        axis_name, center = self.meeting.axis_name, self.shapes(after)
+        axis_name, center = self.options.axis_name, self.shapes(after)
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),
@@ -479,7 +421,38 @@ class Lockstep(NamedTuple):
         taken = state.taken
         if jax.tree.leaves(taken):
             taken = jax.tree.map(jnp.add, taken, change)
-        inner, inner_moved = state.inner, getattr(self.meeting.inner, "moved", None)
-        if inner_moved is not None:
-            inner = inner_moved(inner, before, after)
+        inner, moved = state.inner, self.options.moved
+        if moved is not None:
+            inner = moved(inner, before, after)
         return state._replace(center=center, taken=taken, inner=inner)
+
+
+class CenterOptions(TypedDict, total=False):
+    """Keywords of `center_variable` that every center rule passes on to it."""
+
+    inner_state: InnerState
+    drop_nonfinite: bool
+    accumulator_dtype: DTypeLike | None
+    exchange: exchanges.Exchange | None
+    measure: bool
+    shard_center: bool
+    fragments: Fragments | None
+    delay: int | None
+    keep_local: float | jax.Array | None
+    center_memory: CenterMemory
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def spelled_out(function: Function) -> Function:
+    """Show the keywords of `CenterOptions` one by one in a signature, with defaults.
+
+    For `help`, and for `optax.inject_hyperparams`, which cannot read `**options`.
+    """
+    signature = inspect.signature(function)
+    all_options = inspect.signature(center_variable).parameters
+    spelled = [all_options[name] for name in CenterOptions.__annotations__]
+    own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*own, *spelled])  # pyright: ignore[reportFunctionMemberAccess] # what inspect reads
+    return function

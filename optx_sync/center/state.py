@@ -2,8 +2,6 @@
 """The state of a center rule: its fields, and the metrics read from it."""
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +56,10 @@ class How(NamedTuple):
     alone: fields.Fact
 
 
+# What is read of a `Measured`.
+_MEASURED = "contribution_norm", "agreement", "update_norm", "contributors"
+
+
 def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
 
@@ -67,68 +69,41 @@ def _is_decoded(state: "CenterState") -> bool:
     return fields.lies_in_pieces(state.center) and not is_nothing(state.taken)
 
 
-def _kind_of_center(state: "CenterState") -> fields.Kind:
-    kind = fields.TAKEN_CENTER
-    if _is_decoded(state):
-        kind = fields.SHARED
-    elif state.how.takes or _has_parts(state):
+def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
+    """The kind of each field but `how`."""
+    how, has_parts, decoded = state.how, _has_parts(state), _is_decoded(state)
+    center, taken, outer = fields.TAKEN_CENTER, fields.SHARED, fields.SHARED
+    if decoded:
+        center, taken = fields.SHARED, fields.TAKEN_CENTER
+    elif how.takes or has_parts:
         # Most parts are between two rounds, so workers keep their parameters.
-        kind = fields.CENTER
-    return kind.on_host if state.how.on_host else kind
+        center = fields.CENTER
+    if how.on_host:
+        center, outer = center.on_host, outer.on_host
+    sent = isinstance(state.pending, Outgoing)
+    return {
+        "local_step": fields.COUNTER,
+        "steps_since_round": fields.COUNTER,
+        "global_step": fields.COUNTER,
+        "ages": fields.COUNTER,
+        "center": center,
+        "taken": taken,
+        "outer": outer,
+        "pending": (fields.ANEW if sent else fields.SHARED).told,
+        "accumulated": fields.OWN_SUM if has_parts else fields.ANEW,
+        "broken": fields.ANEW,
+        "exchange": fields.OF_SUMS if how.sums else fields.OWN,
+        "info": fields.INFO,
+        "inner": fields.OWN,
+    }
 
 
-def _kind_of_taken(state: "CenterState") -> fields.Kind:
-    return fields.TAKEN_CENTER if _is_decoded(state) else fields.SHARED
-
-
-def _kind_of_outer(state: "CenterState") -> fields.Kind:
-    return fields.SHARED.on_host if state.how.on_host else fields.SHARED
-
-
-def _kind_of_pending(state: "CenterState") -> fields.Kind:
-    return (fields.ANEW if isinstance(state.pending, Outgoing) else fields.SHARED).told
-
-
-def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
-    return fields.OWN_SUM if _has_parts(state) else fields.ANEW
-
-
-def _kind_of_memory(state: "CenterState") -> fields.Kind:
-    return fields.OF_SUMS if state.how.sums else fields.OWN
-
-
-def _or_like_params(
-    kind: fields.Kind | Callable[["CenterState"], fields.Kind],
-) -> Callable[["CenterState"], fields.Kind]:
+def _kind_of(name: str, state: "CenterState") -> fields.Kind:
     """The kind of a field of workers, which for one alone is as its parameters are."""
-
-    def of(state):
-        found = kind if isinstance(kind, fields.Kind) else kind(state)
-        return found.like_params if state.how.alone else found
-
-    return of
+    kind = _kinds_of(state)[name]
+    return kind.like_params if state.how.alone else kind
 
 
-_KINDS = {
-    "local_step": fields.COUNTER,
-    "steps_since_round": fields.COUNTER,
-    "global_step": fields.COUNTER,
-    "ages": fields.COUNTER,
-    "center": _kind_of_center,
-    "taken": _kind_of_taken,
-    "outer": _kind_of_outer,
-    "pending": _kind_of_pending,
-    "accumulated": _kind_of_accumulated,
-    "broken": fields.ANEW,
-    "exchange": _kind_of_memory,
-    "info": fields.INFO,
-    "inner": fields.OWN,
-}
-
-
-@fields.declare(
-    how=fields.FACT, **{name: _or_like_params(kind) for name, kind in _KINDS.items()}
-)
 class CenterState(NamedTuple):
     """State of `center_variable`."""
 
@@ -136,7 +111,7 @@ class CenterState(NamedTuple):
     steps_since_round: Int32[Array, ""]
     global_step: Int32[Array, ""]  # rounds
     ages: Any  # int32[P], steps since each fragment met; () with a single fragment
-    # Like the parameters, float32 for half precision; `InPieces` with `shard_center`.
+    # Like the parameters, float32 for half precision; `InParts` with `shard_center`.
     center: Tree
     # The center before the last round, or () where no formula reads it; with coded
     # pieces, the whole center as the workers have decoded it.
@@ -151,14 +126,11 @@ class CenterState(NamedTuple):
     inner: optax.OptState
     how: How
 
-    def center_params(self, params: Tree, of_all: bool | None = None) -> Tree:
-        """The center in the structure and dtypes of `params`: `oxs.center_params`.
-
-        `of_all` says whether they are all workers', where the caller knows.
-        """
+    def center_params(self, params: Tree) -> Tree:
+        """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center: Tree = memory.on_device(self.center)
         if fields.lies_in_pieces(center):
-            center = whole_center(center, params, of_all)
+            center = center.whole()
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
                 center = jax.tree.map(first_worker, center)
@@ -192,30 +164,30 @@ class CenterState(NamedTuple):
 
             center: Tree = memory.on_device(self.center)
             if fields.lies_in_pieces(center):
-                center = _whole_of_levels(center, params, stacked)
+                # Each place inside has its own center; its own level comes first.
+                levels = max(stacked - 1, 0)
+                center = jax.tree.map(lambda x: jnp.moveaxis(x, 0, levels), center)
+                center = center.whole(levels)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
             )
-        names = "contribution_norm", "agreement", "update_norm", "contributors"
-        found = {name: getattr(self.info.measured, name, ()) for name in names}
-        found |= {
-            "distance_before_round": self.info.distance,
-            "outliers": self.info.outliers,
-        }
         last = ages = None
         if _has_parts(self):
             ages = self.ages
             last = jnp.where(
                 self.global_step > 0, (self.global_step - 1) % ages.shape[-1], -1
             )
+        measured = self.info.measured
         return CenterMetrics(
-            self.global_step,
-            self.steps_since_round,
-            self.info.dropped,
-            distance,
+            rounds=self.global_step,
+            steps_since_round=self.steps_since_round,
+            dropped=self.info.dropped,
+            distance=distance,
+            distance_before_round=told(self.info.distance),
+            outliers=told(self.info.outliers),
             last_fragment=last,
             fragment_ages=ages,
-            **{name: told(x) for name, x in found.items()},
+            **{name: told(getattr(measured, name, ())) for name in _MEASURED},
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
@@ -230,7 +202,7 @@ class CenterState(NamedTuple):
                 "a round of the outer rule."
             )
         lost = []
-        state: Any = self  # the decorator has given its class a table of fields
+        state: Any = self  # whose class has a table of fields
         learned = fields.kind_of(state, "center").lands == "everyone"
         if _has_parts(self):
             if fewer:
@@ -243,74 +215,16 @@ class CenterState(NamedTuple):
         return lost
 
 
+fields.declare(
+    how=fields.FACT,
+    **{
+        name: functools.partial(_kind_of, name)
+        for name in CenterState._fields
+        if name != "how"
+    },
+)(CenterState)
+
+
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     """float32, the norm over all leaves, one for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
-
-
-def _whole_of_levels(center: Tree, params: Tree, stacked: int) -> Tree:
-    """The whole center, with so many worker axes in front of the parameters.
-
-    Without its own level, which is the first: each place inside has its own center.
-    """
-    if not stacked:
-        return whole_center(center, params, None)
-    whole = functools.partial(whole_center, of_all=True)
-    for _ in range(stacked - 1):
-        whole = jax.vmap(whole)
-
-    def last(x):
-        # (A number that is not cut lies along the inner levels alone.)
-        return jnp.moveaxis(x, 0, stacked - 1) if x.ndim >= stacked else x
-
-    return whole(*jax.tree.map(last, (center, params)))
-
-
-def whole_center(center: Tree, params: Tree, of_all: bool | None) -> Tree:
-    """The whole center, from the pieces of all workers or as `init` makes it.
-
-    `params` are those of one worker, or of all workers with a worker axis in front.
-    """
-    if isinstance(center, fields.InParts):
-        return center.whole()
-    pairs = [
-        (c, p)
-        for c, p in zip(
-            jax.tree.leaves(center.tree, is_leaf=is_masked),
-            jax.tree.leaves(params, is_leaf=is_masked),
-            strict=True,
-        )
-        if not is_masked(c)
-    ]
-    workers = max((c.shape[0] for c, _ in pairs if c.ndim > 1), default=0)
-
-    def fits(shape, c):
-        size = math.prod(shape)
-        return c.size == size or (c.ndim > 1 and c.shape[1] == -(-size // workers))
-
-    def may_have(axes):
-        counts = {p.shape[:axes] for _, p in pairs if p.ndim >= axes}
-        same = len(counts) <= 1 and (not axes or not workers or counts == {(workers,)})
-        return same and all(
-            p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs
-        )
-
-    known = ((1, 0) if workers else (0, 1)) if of_all is None else (int(of_all),)
-    found = [axes for axes in known if may_have(axes)]
-    if not found:
-        raise ValueError(fields.ONE_PIECE)
-    if workers > 1 and len(found) > 1:
-        raise ValueError(
-            "The parameters' shapes do not tell whether they are one worker's or all"
-            f" {workers} workers'. Pass oxs.by_hand.first(params) if they are all"
-            f" workers', and oxs.by_hand.replicate(params, {workers}) if they are"
-            " one's; or take the center by oxs.Workers."
-        )
-
-    def join(c, p):
-        if is_masked(c):
-            return c
-        shape = p.shape[found[0] :]
-        return c.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-    return jax.tree.map(join, center.tree, params, is_leaf=is_masked)

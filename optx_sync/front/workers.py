@@ -626,7 +626,7 @@ def _center(
     # That of one worker alone, `axis_name=None`, lies with each worker.
     centers = (node if fields.is_level(node) else own for node, own in pairs)
     for node, params in zip(centers, held.held(form.bare(arrays), form), strict=True):
-        params.put(one, node.center_params(params.tree(one), False))
+        params.put(one, node.center_params(params.tree(one)))
     return [one[place] for place in places]
 
 

@@ -6,6 +6,8 @@ center lies from the mean of the worker and its partners. On a complete graph th
 centers are equal, and a round is one of `center/`.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +15,31 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync.center.checks import refuse_hidden_center
+from optx_sync.center import worker as work
+from optx_sync.center.checks import Options, refuse_hidden_center
 from optx_sync.center.contract import Period, check_period
+from optx_sync.center.fragments import Partition
 from optx_sync.center.landing import Landing
 from optx_sync.center.lockstep import Lockstep
-from optx_sync.center.rounds.meeting import Meeting
+from optx_sync.center.rounds import AtOnce, Begun, Meeting, Step
 from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
-from optx_sync.center.state import CenterState
+from optx_sync.center.state import CenterState, norm_of
+from optx_sync.center.turns import Now, either
 from optx_sync.checks import check_inner, check_seed, floating, shows_call
-from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.comm.varying import localize_where_mapped
+from optx_sync.comm.buffers import Joint, alike, joinable
+from optx_sync.comm.collectives import (
+    AxisName,
+    axis_index,
+    check_axis_name,
+    permute,
+)
+from optx_sync.comm.reduce import reduce, weigh, weight_divisor
+from optx_sync.comm.varying import localize_where_mapped, vary_like
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.peers.graphs import Graph, exponential, random_pairs
-from optx_sync.peers.mixing import Mixing
+from optx_sync.options import Refused, refuse
+from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
+from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.placement import fields
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.step import direct_transformation, landing_update
@@ -36,6 +49,7 @@ from optx_sync.trees import (
     is_floating,
     is_inexact,
     is_masked,
+    where,
 )
 
 
@@ -65,12 +79,11 @@ class OwnCenterState(CenterState):
 
     __slots__ = ()
 
-    def center_params(self, params: Tree, of_all: bool | None = None) -> Tree:
+    def center_params(self, params: Tree) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.
 
         In a state of one worker, without a worker axis, it is that worker's own center.
         """
-        del of_all  # only pieces need it
         stacked = tuple(range(jnp.ndim(self.info.dropped)))
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else _mean(c, stacked).astype(p.dtype),
@@ -85,17 +98,22 @@ class OwnCenterState(CenterState):
         """A worker's counters, and with stacked `params` its distance from the mean."""
         distance = None
         if params is not None and jnp.ndim(self.info.dropped) == 1:
-            squares = [
-                _square_sums(_wide(x) - _mean(x, (0,))[None])
-                for x in jax.tree.leaves(params)
-                if is_inexact(x.dtype)
-            ]
-            distance = jnp.sqrt(
-                sum(squares, jnp.zeros_like(self.info.dropped, jnp.float32))
-            )
+            leaves = [x for x in jax.tree.leaves(params) if is_inexact(x.dtype)]
+            apart = [_wide(x) - _mean(x, (0,))[None] for x in leaves]
+            distance = norm_of(apart, 1)
         return GossipMetrics(
             self.global_step, self.steps_since_round, self.info.dropped, distance
         )
+
+
+_TOGETHER: Refused[Options] = (
+    (
+        lambda o: o.dtype is not None and at_least_float32(o.dtype) != o.dtype,
+        "accumulator_dtype={0.dtype} would send parameters in {0.dtype}, which rounds "
+        "them anew in every round until small differences are gone. Leave it out: half "
+        "precision parameters then travel in float32.",
+    ),
+)
 
 
 @shows_call(
@@ -192,24 +210,23 @@ def gossip(
             f"graph must be one of oxs.graphs, or an oxs.graphs.Graph; got {graph!r}. "
             f"Write for example {call}."
         )
-    period = check_period(communication_period)
-    dtype = _check_wire(accumulator_dtype)
     rule = local_sgd_rule()
     if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
-    meeting = Meeting(
+    options = Options(
         inner,
         rule,
         axis_name,
+        check_period(communication_period),
         all_reduce(),
-        "keep",
-        drop_nonfinite,
-        measure=False,
-        landing=Landing(rule, axis_name),
+        floating("accumulator_dtype", accumulator_dtype),
+        drop_nonfinite=drop_nonfinite,
     )
+    refuse(options, _TOGETHER)
+    meeting = Meeting(options, Landing(options))
     mixing = Mixing(meeting, graph, check_seed(seed))
-    lockstep = Lockstep(meeting, period, lambda _: mixing, dtype)
+    lockstep = Lockstep(meeting, lambda _: mixing)
 
     def init(params):
         state = OwnCenterState(*lockstep.init(params))
@@ -219,7 +236,7 @@ def gossip(
         return state._replace(center=own[0], outer=own[1])
 
     apply = lockstep.apply
-    return direct_transformation(init, landing_update(apply), apply, period)
+    return direct_transformation(init, landing_update(apply), apply, options.period)
 
 
 @shows_call(
@@ -295,6 +312,106 @@ def noloco(
     )
 
 
+class Mixing(NamedTuple):
+    """A round without delay, for a worker and its partners in a graph."""
+
+    meeting: Meeting
+    graph: Graph
+    seed: int
+
+    def start(self, parts: Partition, center: Tree, held: Tree) -> Begun:
+        """(what is pending, what the exchange remembers) before the first round."""
+        if self.graph.choose == "draw":
+            check_pairs(self.meeting.options.rule.outer)
+        return (), ()
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        rounds = self.graph.rounds(step.num_workers)
+        if self.graph.choose == "cycle":
+            check_cycle(self.meeting.options.rule.outer, self.graph, step.num_workers)
+        if all(r.groups is not None and len(r.groups) == 1 for r in rounds):
+            # All centers are equal, so the workers can send what they moved.
+            return AtOnce(self.meeting).step(now, step)
+        return either(step.due, lambda now: self._round(now, step, rounds), now)
+
+    def _round(self, now: Now, step: Step, rounds: Sequence[GraphRound]) -> Now:
+        meeting, walked, center = self.meeting, now.worker.params, now.center.value
+        x = work.as_center(walked, center)
+        now = meeting.leave_out(now, step, x)
+        branches = [
+            functools.partial(_mixed, r, meeting.options.axis_name) for r in rounds
+        ]
+        mean, mass = _mean_of_partners(
+            x, now.weight, branches, self._chosen(len(rounds), step.rounds)
+        )
+        if now.weight is not None:
+            mean = where(mass > 0, mean, center)  # without partners, no contribution
+        at = step.at(0)
+        moved = work.contribute(meeting.options.rule, mean, center, (), center, at)
+        now = meeting.land(now, step, moved, mass, at)
+        return meeting.settle(now, walked, now.center.value)
+
+    def _chosen(self, rounds: int, global_step: jax.Array) -> Any:
+        """This round's place in the graph: equal on all workers, and after a resume."""
+        if rounds == 1:
+            return 0
+        if self.graph.choose == "cycle":
+            return global_step % rounds
+        # A fixed generator: JAX's default may differ in a resumed run.
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.randint(jax.random.fold_in(key, global_step), (), 0, rounds)
+
+
+def _mean_of_partners(
+    x: Tree, weight: jax.Array | None, branches: Sequence[Any], chosen: int | jax.Array
+) -> tuple[Tree, Any]:
+    """(the mean of a worker and its partners, the sum of their weights or ())."""
+    sent, treedef = jax.tree.flatten(x)
+    if weight is not None:
+        # The 1 comes back as the sum of the graph's weights, rounded like the others.
+        sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
+    # Joined, or a program with many partners would hold many permutes.
+    kind = joinable()
+    # Arrays that are not joined keep their shapes.
+    flat = [x.reshape(-1) if kind is alike or not x.ndim else x for x in sent]
+    joint = Joint(flat, kind)
+    joined = jax.lax.switch(chosen, branches, joint.join(flat))
+    got = list(map(jnp.reshape, joint.cut(joined), [x.shape for x in sent]))
+    if weight is None:
+        return treedef.unflatten(got), ()
+    *sums, mass, one = got
+    share = one / weight_divisor(mass)
+    return treedef.unflatten(x * share.astype(x.dtype) for x in sums), mass
+
+
+def _mixed(
+    round_: GraphRound, axis_name: AxisName, arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """One round for a list of arrays: this worker's row of the mixing matrix."""
+    if round_.groups is not None:
+        groups = [list(group) for group in round_.groups]
+        means = reduce(
+            arrays, axis_name, group_assignment=groups if len(groups) > 1 else None
+        )
+        return vary_like(means, arrays)
+
+    def mixed(x):
+        total = x * _own_weight(round_.own, x.dtype, axis_name)
+        for take in round_.takes:
+            theirs = permute(x, axis_name, take.source)
+            total = total + theirs * _own_weight(take.weight, x.dtype, axis_name)
+        return total
+
+    return [mixed(x) for x in arrays]
+
+
+def _own_weight(weight: Weight, dtype: DTypeLike | None, axis_name: AxisName) -> Any:
+    if isinstance(weight, tuple):
+        return jnp.asarray(weight, dtype)[axis_index(axis_name)]
+    return jnp.asarray(weight, dtype)
+
+
 def mean_params(params: Tree) -> Tree:
     """The mean over the workers: the model to evaluate where there is no center.
 
@@ -325,22 +442,6 @@ def mean_params(params: Tree) -> Tree:
         return _mean(x, (0,)).astype(x.dtype) if is_inexact(x.dtype) else x[0]
 
     return jax.tree.map(mean, params)
-
-
-def _check_wire(dtype: DTypeLike | None) -> Any:
-    dtype = floating("accumulator_dtype", dtype)
-    if dtype is not None and at_least_float32(dtype) != dtype:
-        raise ValueError(
-            f"accumulator_dtype={dtype} would send parameters in {dtype}, which rounds "
-            "them anew in every round until small differences are gone. Leave it out: "
-            "half precision parameters then travel in float32."
-        )
-    return dtype
-
-
-def _square_sums(x: jax.Array) -> jax.Array:
-    """float32[workers], the squared norms of leaves [workers, ...]."""
-    return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32), range(1, x.ndim))
 
 
 def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

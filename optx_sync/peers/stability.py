@@ -5,7 +5,8 @@ An Optax transformation cannot declare its momentum, and workers that drift apar
 it nowhere but in their numbers: so the outer optimizer is tried.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +22,36 @@ _CHECKED_WORKERS = 128
 
 def check_pairs(outer: optax.GradientTransformation | None) -> None:
     """Refuse a momentum under which many workers drift apart in random pairs."""
-    sgd = _sgd_of(outer)
-    if sgd is not None:
-        _require_stable(_pairs_growth(*sgd), sgd, "random pairs")
+    _require_stable(outer, _pairs_growth, "random pairs")
 
 
 def check_cycle(
     outer: optax.GradientTransformation | None, graph: Graph, workers: int
 ) -> None:
     """Refuse a momentum under which workers drift apart in the cycle of a graph."""
-    sgd = _sgd_of(outer) if 1 < workers <= _CHECKED_WORKERS else None
-    if sgd is not None:
-        growth = _cycle_growth(graph.matrices(workers), *sgd)
-        _require_stable(growth, sgd, f"this graph of {workers} workers")
+    if 1 < workers <= _CHECKED_WORKERS:
+        _require_stable(
+            outer,
+            lambda sgd: _cycle_growth(graph.matrices(workers), sgd),
+            f"this graph of {workers} workers",
+        )
 
 
-def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
-    """(rate, momentum, nesterov) if it is an SGD, found by four steps; else None."""
+class _Sgd(NamedTuple):
+    """SGD that makes steps of -rate (own x gradient + kept x trace)."""
+
+    rate: float
+    momentum: float
+    own: float  # 0, and 1 with Nesterov's momentum
+    kept: float  # 1, and with Nesterov's the momentum
+
+    def step(self, gradient: Any, trace: Any) -> Any:
+        """What the rate is multiplied by."""
+        return self.own * gradient + self.kept * trace
+
+
+def _sgd_of(outer: optax.GradientTransformation | None) -> _Sgd | None:
+    """The optimizer if it is an SGD, found by four steps; else None."""
     if outer is None:
         return None
 
@@ -56,18 +70,17 @@ def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
             return None  # an injected hyper-parameter, unknown here
     if not np.allclose(2 * once, twice, rtol=1e-4):
         return None
-    momentum = once[2] / once[1] if once[1] else 0.0
-    for nesterov in (False, True):
-        weights = momentum ** np.arange(4.0)
-        if nesterov:
-            weights = np.array([1 + momentum, *(momentum * weights[1:])])
+    momentum = float(once[2] / once[1]) if once[1] else 0.0
+    for own, kept in ((0.0, 1.0), (1.0, momentum)):
+        sgd = _Sgd(1.0, momentum, own, kept)
+        weights = sgd.step(np.eye(4)[0], momentum ** np.arange(4.0))
         rate = once[0] / weights[0]
         if np.allclose(once, rate * weights, rtol=1e-3, atol=1e-6):
-            return float(rate), float(momentum), nesterov
+            return sgd._replace(rate=float(rate))
     return None
 
 
-def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
+def _pairs_growth(sgd: _Sgd) -> float:
     """The factor by which a round of random pairs multiplies the squared disagreement.
 
     For many workers, whose partners are independent of them. With z = (s, t), s the
@@ -75,38 +88,38 @@ def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
     moments of z are multiplied by A x A + B x B.
     """
     own, other = np.array([0.5, 0.0]), np.array([-0.5, 0.0])  # the gradient
-    trace = np.array([0.5, momentum]), other
-    step = trace
-    if nesterov:
-        step = own + momentum * trace[0], other + momentum * trace[1]
-    a = np.stack([np.array([1.0, 0.0]) - rate * step[0], trace[0]])
-    b = np.stack([-rate * step[1], trace[1]])
+    trace = np.array([0.5, sgd.momentum])
+    step = sgd.step(own, trace)
+    a = np.stack([np.array([1.0, 0.0]) - sgd.rate * step, trace])
+    b = np.stack([-sgd.rate * sgd.step(other, other), other])
     return float(max(abs(np.linalg.eigvals(np.kron(a, a) + np.kron(b, b)))))
 
 
-def _cycle_growth(
-    matrices: np.ndarray, rate: float, momentum: float, nesterov: bool
-) -> float:
+def _cycle_growth(matrices: np.ndarray, sgd: _Sgd) -> float:
     """The factor by which a cycle multiplies the disagreement, in the long run."""
     n = matrices.shape[1]
     one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` subtracts the mean
-    whole = np.eye(2 * n)
+    whole, nothing = np.eye(2 * n), np.zeros((n, n))
     for matrix in matrices:
         gradient = (one - matrix) @ alone
-        trace = np.hstack([gradient, momentum * one])
-        step = trace
-        if nesterov:
-            step = np.hstack([gradient, 0 * one]) + momentum * trace
-        whole = np.vstack([np.hstack([alone, 0 * one]) - rate * step, trace]) @ whole
+        trace = np.hstack([gradient, sgd.momentum * one])
+        step = sgd.step(np.hstack([gradient, nothing]), trace)
+        center = np.hstack([alone, nothing]) - sgd.rate * step
+        whole = np.vstack([center, trace]) @ whole
     return float(max(abs(np.linalg.eigvals(whole))))
 
 
-def _require_stable(growth: float, momentum: tuple, what: str) -> None:
-    rate, beta, nesterov = momentum
-    if growth > 1 + 1e-3:
-        kind = "Nesterov momentum" if nesterov else "momentum"
+def _require_stable(
+    outer: optax.GradientTransformation | None,
+    growth: Callable[[_Sgd], float],
+    what: str,
+) -> None:
+    sgd = _sgd_of(outer)
+    if sgd is not None and growth(sgd) > 1 + 1e-3:
+        kind = "Nesterov momentum" if sgd.own else "momentum"
         raise ValueError(
-            f"With {what}, an outer rate of {rate:.3g} and {kind} {beta:.3g} the "
-            "workers drift apart even without gradients: their disagreement grows. "
-            "Pass a lower momentum, outer=optax.sgd(0.7, momentum=0.5) for example."
+            f"With {what}, an outer rate of {sgd.rate:.3g} and {kind} "
+            f"{sgd.momentum:.3g} the workers drift apart even without gradients: their "
+            "disagreement grows. Pass a lower momentum, outer=optax.sgd(0.7, "
+            "momentum=0.5) for example."
         )

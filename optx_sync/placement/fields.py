@@ -290,10 +290,15 @@ class InParts:
     @property
     def shapes(self) -> tuple[Tree, ...]:
         """The shapes and dtypes of each part, as a tree."""
-        return self.partition.each(lambda part: part, self.partition.shapes)
+        return self.partition.split(self.partition.shapes)
 
-    def whole(self) -> Tree:
-        """The whole tree, of all workers' pieces or of what `init` returns."""
+    def whole(self, levels: int = 0) -> Tree:
+        """The whole tree, of all workers' pieces or of what `init` returns.
+
+        So it is for each place along `levels` axes in front.
+        """
+        if levels:
+            return jax.vmap(lambda of_place: of_place.whole(levels - 1))(self)
         return self.partition.join(
             [
                 jax.tree.map(_joined, part.tree, shape)
@@ -322,8 +327,8 @@ def _tell(serialization: ModuleType, kind: type, name: str) -> None:
 
 def _joined(pieces: Tree, like: Tree) -> Tree:
     """An array in its shape, from its pieces `[N, k]` or from all of it, flat."""
-    size = math.prod(like.shape)
-    if pieces.size < size:
+    size, workers = math.prod(like.shape), max(1, *pieces.shape[:1])
+    if pieces.shape not in ((size,), (workers, -(-size // workers))):
         raise ValueError(ONE_PIECE)
     return pieces.reshape(-1)[:size].reshape(like.shape)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.center.fragments import Fragments, Whole, number_of_parts, split
+from optx_sync.center.fragments import Fragments, Partition, number_of_parts
 from optx_sync.center.worker import start_center
 from optx_sync.checks import integer
 from optx_sync.runtime.messages import Arrays
@@ -22,7 +22,7 @@ Shaped: TypeAlias = Any
 class Layout(NamedTuple):
     """The parts of a tree. A part lives on one server and is pushed on its own."""
 
-    whole: Whole  # cuts a tree into parts
+    whole: Partition  # cuts a tree into parts
     turns: tuple[tuple[int, ...], ...]  # the parts that meet in the same round
     owners: tuple[int, ...]  # the server of each part
 
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
     def pick(self, tree: Tree, part: int) -> Tree:
         """A part of a tree, or of shapes."""
-        if len(self.owners) > 1:  # `Whole` does not cut rows of NumPy arrays.
+        if len(self.owners) > 1:  # `Partition` does not cut rows of NumPy arrays.
             tree = jax.tree.map(
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
             )
@@ -88,10 +88,10 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
         owner = _evenly([_bytes_of(leaf) for _, leaf in leaves], num_servers)
         paths = [path_name(path) for path, _ in leaves]
         of_path = dict(zip(paths, owner, strict=True))
-        whole = split(lambda path, leaf: of_path[path_name(path)], shapes)
+        whole = Partition(lambda path, leaf: of_path[path_name(path)], shapes)
         servers = tuple(range(num_servers))
         return Layout(whole, (servers,), servers)
-    whole = split(fragments, shapes)
+    whole = Partition(fragments, shapes)
     if whole.number < num_servers:
         raise ValueError(
             f"{whole.number} fragments cannot be split among {num_servers} servers: "

@@ -16,15 +16,12 @@ from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import (
     Fragments,
-    Whole,
+    Partition,
     check_fragments,
-    split,
     steps_between,
 )
-from optx_sync.center.rounds.at_once import AtOnce
-from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Step
-from optx_sync.center.rounds.turns import Now
+from optx_sync.center.rounds import AtOnce, Later, Step
+from optx_sync.center.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
@@ -211,7 +208,7 @@ def asynchronous(
             f"tokens must hold a number for each of the {len(workers)} events; got "
             f"shape {np.shape(tokens)}."
         )
-    parts = split(fragments, work.start_center(params))
+    parts = Partition(fragments, work.start_center(params))
     run = _Run(
         phases,
         AtOnce(phases) if not delay else Later(phases, delay),
@@ -304,7 +301,7 @@ class _Run(NamedTuple):
 
     phases: _Phases
     round: AtOnce | Later
-    parts: Whole
+    parts: Partition
     period: Period
     between: Period  # steps from one exchange of a worker to its next
     num_workers: int

@@ -6,8 +6,7 @@ from typing import Literal, Unpack
 import optax
 
 from optx_sync.center.contract import CenterRule, Period
-from optx_sync.center.lockstep import center_variable
-from optx_sync.center.options import CenterOptions, spells_out_options
+from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
 from optx_sync.checks import check_inner, one_of
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import Reduction
@@ -43,7 +42,7 @@ def agn_rule(
     )
 
 
-@spells_out_options
+@spelled_out
 def agn(
     inner: optax.GradientTransformation,
     axis_name: AxisName | None,

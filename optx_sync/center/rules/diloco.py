@@ -6,8 +6,7 @@ from typing import Unpack
 import optax
 
 from optx_sync.center.contract import CenterRule, Period
-from optx_sync.center.lockstep import center_variable
-from optx_sync.center.options import CenterOptions, spells_out_options
+from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
 from optx_sync.checks import check_inner
 from optx_sync.comm.collectives import AxisName
 
@@ -28,7 +27,7 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
     )
 
 
-@spells_out_options
+@spelled_out
 def diloco(
     inner: optax.GradientTransformation,
     axis_name: AxisName | None,

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round
-from optx_sync.center.lockstep import center_variable
-from optx_sync.center.options import CenterOptions, spells_out_options
+from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
 from optx_sync.checks import integer
 from optx_sync.comm.collectives import AxisName
 from optx_sync.trees import Tree
@@ -92,7 +91,7 @@ def elastic_rule(
     )
 
 
-@spells_out_options
+@spelled_out
 def elastic_average(
     inner: optax.GradientTransformation,
     axis_name: AxisName | None,

@@ -6,8 +6,7 @@ from typing import Unpack
 import optax
 
 from optx_sync.center.contract import CenterRule, Period
-from optx_sync.center.lockstep import center_variable
-from optx_sync.center.options import CenterOptions, spells_out_options
+from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
 from optx_sync.comm.collectives import AxisName
 
 
@@ -21,7 +20,7 @@ def local_sgd_rule() -> CenterRule:
     )
 
 
-@spells_out_options
+@spelled_out
 def local_sgd(
     inner: optax.GradientTransformation,
     axis_name: AxisName | None,
