@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optx_sync.shapes import Array, Int32, Shaped
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, one_or_several
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
@@ -173,17 +173,15 @@ def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     placed = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
-    if not any(at.mesh.explicit_axes for at in placed):
-        return False
-    if any(axis in manual for axis in check_axis_name(axis_name)):
-        return False
-    if any(part is not None for at in placed for part in at.spec):
+    lanes = any(at.mesh.explicit_axes for at in placed)
+    lanes = lanes and not any(axis in manual for axis in check_axis_name(axis_name))
+    if lanes and any(part is not None for at in placed for part in at.spec):
         raise ValueError(
             "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
             "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
             f"of the compiler's own axes: {_AUTO_MESH}."
         )
-    return True
+    return lanes
 
 
 def psum(
@@ -269,7 +267,7 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
         everyone = vary(gather(x[None], axes), checked_axes(axes))
         return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
     pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
-    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+    return lax.ppermute(x, one_or_several(axes), pairs)
 
 
 def _added(

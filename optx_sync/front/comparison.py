@@ -23,7 +23,7 @@ from optx_sync.placement.held import is_of_optimizer
 from optx_sync.placement.layout import Arrays, Layout, Levels
 from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.workers import map_workers
-from optx_sync.trees import names_of, path_name
+from optx_sync.trees import names_of, one_or_several, path_name
 
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 
@@ -61,8 +61,7 @@ def differing(
             path = leaves[chosen[first[tuple(where)]]].path
             place = [*where[:-1]]
             place.insert(level, where[-1])
-            worker = place[0] if len(place) == 1 else tuple(place)
-            found.setdefault(worker, path_name(path))
+            found.setdefault(one_or_several(tuple(place)), path_name(path))
     return found
 
 

@@ -26,11 +26,12 @@ from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
+from optx_sync.options import refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, of_one, one_number_only
 from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.trees import Tree, brief, is_inexact, path_name
+from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
 
 class Workers:
@@ -97,7 +98,7 @@ class Workers:
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         self.sizes: tuple[int, ...] = _sizes(n)
         # An axis is one name, or several names along which one number of workers lies.
-        one: AxisName = placing.entry_of(names)
+        one: AxisName = one_or_several(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
         self._started: tuple[forms.Form, list[Tree]] | None = None
@@ -114,9 +115,8 @@ class Workers:
     def _check_mesh(self, mesh: Mesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
             positions = placing.size_along(mesh, check_axis_name(axis))
-            if size != positions:
-                what = f"Workers are {size}"
-                raise ValueError(placing.wrong_number(what, axis, positions))
+            found = placing.Along("Workers are", size, axis, positions)
+            refuse(found, placing.ON_A_MESH)
         explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
@@ -126,7 +126,7 @@ class Workers:
             )
 
     def __repr__(self) -> str:
-        n, axis = (x[0] if len(x) == 1 else x for x in (self.sizes, self.axes))
+        n, axis = map(one_or_several, (self.sizes, self.axes))
         return f"Workers({n!r}, {axis!r}, mesh={self._mesh})"
 
     @functools.cached_property

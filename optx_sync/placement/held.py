@@ -39,6 +39,9 @@ class Held(NamedTuple):
                 arrays[place] = x
 
 
+NOTHING = Held(jax.tree.structure(()), [])  # where there is no center
+
+
 def centers(tree: Tree) -> list[Tree]:
     """The outermost states in a tree that hold a center from which workers start."""
 
@@ -73,7 +76,6 @@ def held(state: Tree, form: Form) -> list[Held]:
     found = []
     for node in centers(form.bare(numbers)):
         center: Tree = (fields.center_of(node) or ((), ()))[1]
-        center = center.tree if fields.is_in_pieces(center) else center
         if isinstance(center, fields.InParts):
             center = center.partition.shapes
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)

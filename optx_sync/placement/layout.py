@@ -183,9 +183,9 @@ class Layout(NamedTuple):
             raise ValueError(one_number_only(numbers, self.sizes))
         one = self.shapes_of_one(form, arrays)
         if numbers[0] != self.sizes[0]:
-            found = held.held(tree, form)
+            first, *_ = [*held.held(tree, form), held.NOTHING]
             params, tree = resize_tree(
-                found[0].tree(arrays) if found else (),
+                first.tree(arrays),
                 tree,
                 form.bare(one),
                 self.sizes[0],
@@ -194,8 +194,7 @@ class Layout(NamedTuple):
                 strict=strict,
             )
             arrays = form.pick(tree)
-            if found:
-                found[0].put(arrays, params)
+            first.put(arrays, params)
         places = places or self.places(form, one)
         if places is None:
             pairs = zip(arrays, held.leaves(form, arrays), strict=True)

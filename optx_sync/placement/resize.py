@@ -42,9 +42,9 @@ def resize_tree(
     outside of states are each worker's own, keys included.
     """
     found = _arrays(tree, like, levels, replicated)
-    sizes = {x.leaf.x.shape[0] for x in found if x.own or x.cut}
-    if not replicated:
-        sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
+    owners = [_Array(x, x.x, not replicated, fields.Cut.NOT) for x in leaves_of(params)]
+    both = [*owners, *found]
+    sizes = {jnp.shape(x.leaf.x)[0] for x in both if x.own or x.cut}
     if len(sizes) > 1:
         raise ValueError(
             f"Parameters and state are of {sorted(sizes)} workers. Pass those of one "
@@ -55,9 +55,8 @@ def resize_tree(
         return jax.tree.map(jnp.copy, (params, tree))
     _say(_lost([x.leaf for x in found], fewer=n < before), strict)
     how, structure = _Resizing(before, n, joiners), jax.tree.structure(tree)
-    params = jax.tree.map(_on_host, params)
-    if replicated:
-        params = jax.tree.map(lambda x: _repeat(x, before), params)
+    outside = jax.tree.structure(params)
+    params = outside.unflatten([x.of_all(before) for x in owners])
     stacked = [x.of_all(before) for x in found]
     params = how.params(params, structure.unflatten(stacked))
     if init is None:
@@ -75,8 +74,8 @@ def resize_tree(
             joined = jax.vmap(fold_keys)(x[before:], jnp.arange(before, n))
             x = jnp.concatenate([x[:before], joined])
         new.append(one.of_each(x, n))
-    if replicated:
-        params = jax.tree.map(lambda x: x[0], params)
+    pairs = zip(owners, jax.tree.leaves(params), strict=True)
+    params = outside.unflatten([x.of_each(one, n) for x, one in pairs])
     return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
 
 
