@@ -188,10 +188,8 @@ def psum(
     operands: Sequence[jax.Array], axes: tuple[str, ...], groups: Groups | None = None
 ) -> list[jax.Array]:
     """The sums over the axes, or over groups: `native` ones, without check_vma=True."""
-    if groups is not None:
-        return _added(lax.psum, operands, axes, groups.assignment)
-    if not require_whole_lanes(operands, axes):
-        return _added(lax.psum, operands, axes)
+    if groups or not require_whole_lanes(operands, axes):
+        return _added(lax.psum, operands, axes, groups and groups.assignment)
     # Here jax.lax.psum gives its result the sharding of the axis that it sums over.
     for axis in axes:
         gathered = lax.all_gather(list(operands), axis)
@@ -248,7 +246,7 @@ def scatter_sum(
 
     With `groups`, which must be `native`, the sum is over this replica's group.
     """
-    assignment = None if groups is None else groups.assignment
+    assignment = groups and groups.assignment
     scatter = functools.partial(lax.psum_scatter, tiled=True)
     for axis in reducible(axis_name):
         (x,) = _added(scatter, [x], axis, assignment)

@@ -278,8 +278,8 @@ def spec_like(
             if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
         }
         if like:
-            own = like.pop() if len(like) == 1 else PartitionSpec()
-            return own if _is_cut(own) else PartitionSpec()
+            own = like.pop()
+            return own if not like and _is_cut(own) else PartitionSpec()
     return PartitionSpec()
 
 

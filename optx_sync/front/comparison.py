@@ -110,9 +110,8 @@ def _is_computed(leaf: Leaf, level: int, before: set[tuple[int, str]]) -> bool:
             if not level or name != "inner":
                 return False
             level, inside = level - 1, False
-        elif fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ()):
-            return False
-        elif (id(node), name) in before:
+        own = fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ())
+        if own or (id(node), name) in before:
             return False
         inside = inside or (not is_level and is_of_optimizer(node))
     return inside

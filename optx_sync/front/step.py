@@ -320,9 +320,10 @@ class Step:
 
 def _is_list(x: Tree) -> bool:
     """Whether this is a list of numbers, of which JAX makes a scalar each."""
-    if type(x) is not list:
-        return False
-    return bool(x) and all(getattr(y, "ndim", None) == 0 and not is_key(y) for y in x)
+    numbers = type(x) is list and x
+    return bool(numbers) and all(
+        getattr(y, "ndim", None) == 0 and not is_key(y) for y in numbers
+    )
 
 
 def _is_used_up(x: Tree) -> bool:

@@ -195,8 +195,7 @@ class Workers:
             ((4, 3), (4,), 'mine')
         """
         form, arrays = self._one(state)
-        if self.mesh is not None:
-            placing.check_threads(self.mesh)
+        placing.check_threads(self.mesh)
         arrays = self._layout.start(form, arrays)
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays
@@ -669,11 +668,10 @@ def _all_differ(arrays: list[jax.Array]) -> jax.Array:
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Warn if workers have drifted apart and nothing in the state makes them meet."""
     state, leaves = form.bare(arrays), held.leaves(form, arrays)
-    if any(leaf.levels for leaf in leaves):
-        return
     own = (leaf.x for leaf in held.params(state, leaves).values())
     params = [x for x in own if is_inexact(x.dtype)]
-    if params and _all_differ(params):
+    alone = not any(leaf.levels for leaf in leaves)
+    if alone and params and _all_differ(params):
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
             "center. Pass the optimizer's state with them, (params, opt_state); if it "

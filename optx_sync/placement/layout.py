@@ -27,7 +27,7 @@ from optx_sync.forms import Form
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import specs_like, stacked
-from optx_sync.placement.leaves import Leaf, is_key
+from optx_sync.placement.leaves import Leaf, is_key, on_data
 from optx_sync.placement.resize import Joiners, resize_tree
 from optx_sync.trees import (
     Tree,
@@ -240,10 +240,9 @@ def _onto(mesh: Mesh, x: Tree) -> jax.Array:
     devices = set(mesh.devices.flat)
     if isinstance(x, jax.Array) and x.sharding.device_set == devices:
         return x
-    if is_key(x):  # over several processes JAX puts numbers only
-        data = _onto(mesh, jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    whole = NamedSharding(mesh, PartitionSpec())
+    # Over several processes JAX puts numbers only.
+    return on_data(lambda numbers: jax.device_put(numbers, whole), x)
 
 
 def _spec_of(leaf: Leaf, mesh: Mesh, workers: tuple[str, ...]) -> PartitionSpec:

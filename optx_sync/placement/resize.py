@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
-from optx_sync.placement.axes import fold_keys
-from optx_sync.placement.leaves import Leaf, is_key, leaves_of, stacked_axes
+from optx_sync.placement.axes import TO_CUT, fold_keys
+from optx_sync.placement.leaves import Leaf, is_key, leaves_of, on_data, stacked_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -50,7 +49,7 @@ def resize_tree(
             f"Parameters and state are of {sorted(sizes)} workers. Pass those of one "
             "run, of all workers."
         )
-    before = sizes.pop() if sizes else n
+    before, *_ = *sizes, n
     if n == before:
         return jax.tree.map(jnp.copy, (params, tree))
     _say(_lost([x.leaf for x in found], fewer=n < before), strict)
@@ -81,7 +80,7 @@ def resize_tree(
 
 def _begins(leaf: Leaf) -> int:
     """The number that fills an array where it begins anew."""
-    return leaf.kinds[-1].begins if leaf.kinds else 0
+    return [fields.OWN, *leaf.kinds][-1].begins
 
 
 def _lost(leaves: list[Leaf], fewer: bool) -> list[str]:
@@ -169,10 +168,7 @@ def _mean(x: np.ndarray) -> np.ndarray:
 
 
 def _on_host(x: Tree) -> Numbers:
-    if is_key(x):
-        data = jax.device_get(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return np.asarray(jax.device_get(x))
+    return on_data(lambda numbers: np.asarray(jax.device_get(numbers)), x)
 
 
 def _repeat(x: Numbers, n: int) -> Numbers:
@@ -205,10 +201,8 @@ class _Array(NamedTuple):
 
     def of_each(self, x: Numbers, workers: int) -> Numbers:
         """From `[workers, ...]` back, with an axis where it has one, or cut anew."""
-        if self.cut == fields.Cut.NUMBERS:
-            return cut_numbers(x[0], workers)
         if self.cut:
-            return in_rows(x[0], workers)
+            return TO_CUT[self.cut](x[0], workers)
         return x if self.own else x[0]
 
 

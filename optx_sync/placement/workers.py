@@ -389,7 +389,7 @@ def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
 
 
 @functools.cache  # once for each mesh
-def check_threads(mesh: Mesh | AbstractMesh) -> None:
+def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
 
     Up to JAX 0.11 all devices run their programs on one pool of threads. A device that
