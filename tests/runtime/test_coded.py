@@ -245,11 +245,7 @@ def test_who_did_not_hear_an_answer_is_told_whole_arrays(tmp_path):
     assert coded and bytes_of(second.arrays) < 0.4 * size
     again, coded = push(2, first.number)  # The answer was lost.
     assert not coded and bytes_of(again.arrays) == size
-    for heard in (
-        second.number,
-        7,
-        0,
-    ):  # Of before, of nobody, of one that decodes none.
+    for heard in (second.number, 7, 0):  # an old one, none that is, no codes
         reply, coded = push(server.global_step + 1, heard)
         assert not coded
     reply, coded = push(server.global_step + 1, reply.number)
