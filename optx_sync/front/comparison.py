@@ -20,7 +20,7 @@ from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
 from optx_sync.placement import fields, held
 from optx_sync.placement.held import is_of_optimizer
-from optx_sync.placement.layout import Arrays, Layout, Levels
+from optx_sync.placement.layout import Arrays, Layout, Levels, marks
 from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.workers import map_workers
 from optx_sync.trees import names_of, one_or_several, path_name
@@ -150,7 +150,7 @@ def _first(
             compare,
             layout.axes[at],
             mesh=layout.mesh,
-            in_axes=([0 if at in along else None for along in levels],),
+            in_axes=(marks(levels, at),),
             out_axes=None if at == level else 0,
         )
     return compare(arrays)

@@ -16,7 +16,7 @@ from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held, memory
-from optx_sync.placement.layout import Arrays, Layout, strong
+from optx_sync.placement.layout import Arrays, Layout, marks, strong
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.placement.workers import Mark, map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
@@ -208,7 +208,7 @@ class Step:
         ]
         fun = with_specs(functools.partial(self._one_worker, call), layout.specs)
         for level in reversed(range(len(layout.sizes))):
-            own = [0 if level in along else None for along in levels]
+            own = marks(levels, level)
             fun = map_workers(
                 fun,
                 layout.axes[level],

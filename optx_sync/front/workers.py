@@ -29,7 +29,7 @@ from optx_sync.metrics import metrics
 from optx_sync.options import refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
-from optx_sync.placement.layout import Layout, Levels, One, of_one, one_number_only
+from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
@@ -390,8 +390,8 @@ class Workers:
             Array([0., 0., 0., 0.], dtype=float32)
         """
         form, arrays = forms.split(state)
-        found = held.held(state, form)
-        return metrics(form.bare(arrays), found[0].tree(arrays) if found else None)
+        params = (found.tree(arrays) for found in held.held(state, form))
+        return metrics(form.bare(arrays), next(params, None))
 
     def fingerprint(self, state: Tree) -> dict[Worker, str]:
         """Which workers differ in arrays that should be equal, and in which one first.
@@ -480,8 +480,7 @@ class Workers:
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
         sizes = _sizes(n if isinstance(n, Sequence) else (n, *self.sizes[1:]))
-        if sizes[1:] != self.sizes[1:]:
-            raise ValueError(one_number_only(self.sizes, sizes))
+        check_one_number(self.sizes, sizes)
         names = [axis for axis in self.axes if isinstance(axis, str)]
         mesh = self._mesh
         if isinstance(mesh, Mesh):

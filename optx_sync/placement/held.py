@@ -105,12 +105,8 @@ def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
         return jax.tree.structure(pieces).unflatten(found)
 
     def visit(node):
-        if fields.is_in_pieces(node):
-            return of_pieces(node, params)
-        if not fields.is_level(node):
-            return None
-        values = [value for _, _, value in fields.fields_of(node)]
-        found = [x for x in values if isinstance(x, fields.InParts)]
+        known = fields.fields_of(node) if fields.is_level(node) else ()
+        found = [x for *_, x in known if isinstance(x, fields.InParts)]
         parts = map(_sizes_of, found[0].shapes) if found else [params]
         # Of a field in parts each has its own, in their order.
         each = itertools.cycle(parts)

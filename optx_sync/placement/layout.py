@@ -27,7 +27,7 @@ from optx_sync.forms import Form
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import specs_like, stacked
-from optx_sync.placement.leaves import Leaf, is_key, on_data
+from optx_sync.placement.leaves import Leaf, Mark, is_key, on_data
 from optx_sync.placement.resize import Joiners, resize_tree
 from optx_sync.trees import (
     Tree,
@@ -179,8 +179,7 @@ class Layout(NamedTuple):
         `places`: where they belong, if that is known.
         """
         tree, numbers = form.bare(arrays), self.numbers(form, arrays)
-        if numbers[1:] != self.sizes[1:]:
-            raise ValueError(one_number_only(numbers, self.sizes))
+        check_one_number(numbers, self.sizes)
         one = self.shapes_of_one(form, arrays)
         if numbers[0] != self.sizes[0]:
             first, *_ = [*held.held(tree, form), held.NOTHING]
@@ -222,12 +221,18 @@ class Layout(NamedTuple):
         ]
 
 
-def one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    """The message for more than the first number of workers changed."""
-    return (
-        f"resize of Workers {before} changes the first number alone; got {after}. "
-        "Start anew from workers.center(state)."
-    )
+def check_one_number(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """Refuse to change more than the first number of workers."""
+    if before[1:] != after[1:]:
+        raise ValueError(
+            f"resize of Workers {before} changes the first number alone; got {after}. "
+            "Start anew from workers.center(state)."
+        )
+
+
+def marks(levels: Levels, level: int) -> list[Mark]:
+    """Whether each array lies along the axis of a level."""
+    return [0 if level in along else None for along in levels]
 
 
 def _memory(leaf: Leaf) -> str | None:

@@ -92,7 +92,7 @@ class Leaf(NamedTuple):
         """How it is cut over the workers of the level that holds it."""
         inside = [field for field in self.around if isinstance(field.node, _CUT)]
         levels = [field.node for field in self.around if field.level]
-        stacked = stacked_axes(levels[-1]) if levels else 0
+        stacked = max(map(stacked_axes, levels[-1:]), default=0)
         if not inside or _ndim(self.x) <= stacked:
             return fields.Cut.NOT
         whole = isinstance(inside[-1].node, fields.Owned) and inside[-1].name
