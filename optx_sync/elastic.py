@@ -342,7 +342,7 @@ class _Save:
         noted, words = unsealed(self.path, metadata.custom_metadata)
         there = by_name(metadata.item_metadata.tree)
         for name in {**words, **there}:
-            shape, _ = words.get(name, (None, ""))
+            shape = words[name][0] if name in words else None
             # Orbax counts the data of random keys among the dimensions.
             if shape is None or [*there[name].shape[: len(shape)]] != shape:
                 what = ".".join(name)
