@@ -2,7 +2,7 @@
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
 import sys
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
 Tree: TypeAlias = Any
-KeyPath: TypeAlias = tuple[Any, ...]  # JAX's keys, from the root to a leaf
+KeyPath: TypeAlias = tuple[Any, ...]  # JAX keys, from the root to a leaf
+Item = TypeVar("Item")
 # The longest text of an object in a message, in letters.
 LONGEST_TEXT = 100
 
@@ -141,6 +142,11 @@ def check_transformation(tx: object, name: str, call: str) -> None:
             f"{name} must be an Optax gradient transformation; got {brief(tx)}. Write "
             f"for example {call}."
         )
+
+
+def one_or_several(items: tuple[Item, ...]) -> Item | tuple[Item, ...]:
+    """The one item of a tuple; of several all, as axes are named."""
+    return items[0] if len(items) == 1 else items
 
 
 def brief(x: object) -> str:

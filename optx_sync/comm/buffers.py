@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
-from optx_sync.comm.varying import axes_of, localize
+from optx_sync.comm.varying import vary_with
 from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
@@ -152,9 +152,7 @@ def one_behind_the_other(
     """Concatenate arrays into a flat one, padded with zeros to the size."""
     missing = size - sum(x.size for x in arrays)
     padding = [jnp.zeros(missing, dtype)] if missing else []
-    if padding and axes_of(arrays):
-        padding = [localize(padding[0], tuple(sorted(axes_of(arrays))))]
-    return jnp.concatenate([*flat(arrays), *padding])
+    return jnp.concatenate([*flat(arrays), *vary_with(padding, arrays)])
 
 
 def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optx_sync.shapes import Array, Int32, Shaped
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, one_or_several
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
@@ -173,27 +173,23 @@ def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     placed = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
-    if not any(at.mesh.explicit_axes for at in placed):
-        return False
-    if any(axis in manual for axis in check_axis_name(axis_name)):
-        return False
-    if any(part is not None for at in placed for part in at.spec):
+    lanes = any(at.mesh.explicit_axes for at in placed)
+    lanes = lanes and not any(axis in manual for axis in check_axis_name(axis_name))
+    if lanes and any(part is not None for at in placed for part in at.spec):
         raise ValueError(
             "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
             "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
             f"of the compiler's own axes: {_AUTO_MESH}."
         )
-    return True
+    return lanes
 
 
 def psum(
     operands: Sequence[jax.Array], axes: tuple[str, ...], groups: Groups | None = None
 ) -> list[jax.Array]:
     """The sums over the axes, or over groups: `native` ones, without check_vma=True."""
-    if groups is not None:
-        return _added(lax.psum, operands, axes, groups.assignment)
-    if not require_whole_lanes(operands, axes):
-        return _added(lax.psum, operands, axes)
+    if groups or not require_whole_lanes(operands, axes):
+        return _added(lax.psum, operands, axes, groups and groups.assignment)
     # Here jax.lax.psum gives its result the sharding of the axis that it sums over.
     for axis in axes:
         gathered = lax.all_gather(list(operands), axis)
@@ -250,7 +246,7 @@ def scatter_sum(
 
     With `groups`, which must be `native`, the sum is over this replica's group.
     """
-    assignment = None if groups is None else groups.assignment
+    assignment = groups and groups.assignment
     scatter = functools.partial(lax.psum_scatter, tiled=True)
     for axis in reducible(axis_name):
         (x,) = _added(scatter, [x], axis, assignment)
@@ -269,7 +265,7 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
         everyone = vary(gather(x[None], axes), checked_axes(axes))
         return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
     pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
-    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+    return lax.ppermute(x, one_or_several(axes), pairs)
 
 
 def _added(

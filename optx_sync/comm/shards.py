@@ -105,23 +105,17 @@ def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     own = check_axis_name(axis_name)
-    if not own or not set(own) <= set(mesh.manual_axes):
-        return None
+    mapped = own and set(own) <= set(mesh.manual_axes)
     rest = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    if not rest:
-        return None
     typed = set(rest) <= set(mesh.explicit_axes)
     specs = _context.value.specs
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if typed:
-        found = [jax.typeof(x).sharding.spec for _, x in leaves]
-        if not any(map(_is_cut, found)):
-            return None
-    elif specs is None:
+    if not (mapped and rest and (typed or specs is not None)):
         return None
-    else:
-        found = [_asked(specs, path, x, mesh.shape) for path, x in leaves]
-    return Shards(rest, found)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not typed:
+        return Shards(rest, [_asked(specs or (), p, x, mesh.shape) for p, x in leaves])
+    found = [jax.typeof(x).sharding.spec for _, x in leaves]
+    return Shards(rest, found) if any(map(_is_cut, found)) else None
 
 
 def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
@@ -284,8 +278,8 @@ def spec_like(
             if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
         }
         if like:
-            own = like.pop() if len(like) == 1 else PartitionSpec()
-            return own if _is_cut(own) else PartitionSpec()
+            own = like.pop()
+            return own if not like and _is_cut(own) else PartitionSpec()
     return PartitionSpec()
 
 

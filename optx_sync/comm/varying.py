@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
+    ALONE,
     AxisName,
     UnequalError,
     VaryingTypeError,
@@ -177,9 +178,9 @@ def norm_axes(
     decide differently.
     """
     if shard_axes is not None:
-        return check_axis_name(shard_axes) if shard_axes else ()
+        return check_axis_name(shard_axes or ALONE)
     inside = shards.axes_inside()
-    unclear = () if inside else axes_of_shards(tree, axis_name)
+    unclear = not inside and axes_of_shards(tree, axis_name)
     if unclear:
         raise ValueError(
             f"This exchange compares whole arrays of replicas along {axis_name!r}, but "

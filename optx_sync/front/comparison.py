@@ -20,10 +20,10 @@ from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
 from optx_sync.placement import fields, held
 from optx_sync.placement.held import is_of_optimizer
-from optx_sync.placement.layout import Arrays, Layout, Levels
+from optx_sync.placement.layout import Arrays, Layout, Levels, marks
 from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.workers import map_workers
-from optx_sync.trees import names_of, path_name
+from optx_sync.trees import names_of, one_or_several, path_name
 
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 
@@ -61,8 +61,7 @@ def differing(
             path = leaves[chosen[first[tuple(where)]]].path
             place = [*where[:-1]]
             place.insert(level, where[-1])
-            worker = place[0] if len(place) == 1 else tuple(place)
-            found.setdefault(worker, path_name(path))
+            found.setdefault(one_or_several(tuple(place)), path_name(path))
     return found
 
 
@@ -111,9 +110,8 @@ def _is_computed(leaf: Leaf, level: int, before: set[tuple[int, str]]) -> bool:
             if not level or name != "inner":
                 return False
             level, inside = level - 1, False
-        elif fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ()):
-            return False
-        elif (id(node), name) in before:
+        own = fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ())
+        if own or (id(node), name) in before:
             return False
         inside = inside or (not is_level and is_of_optimizer(node))
     return inside
@@ -152,7 +150,7 @@ def _first(
             compare,
             layout.axes[at],
             mesh=layout.mesh,
-            in_axes=([0 if at in along else None for along in levels],),
+            in_axes=(marks(levels, at),),
             out_axes=None if at == level else 0,
         )
     return compare(arrays)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
+from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held, memory
-from optx_sync.placement.layout import Arrays, Layout, strong
+from optx_sync.placement.layout import Arrays, Layout, marks, strong
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.placement.workers import Mark, map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
@@ -42,6 +43,46 @@ class _Results:
 
     tree: Tree
     how: How
+
+
+class _Batch(NamedTuple):
+    """An array among a step's batches."""
+
+    name: str
+    where: str
+    x: jax.Array
+    shape: tuple[int, ...]
+    split: bool
+    layout: Layout
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it is to be split, and cannot be."""
+        rows = self.shape[0]
+        return self.split and (not rows or rows % self.layout.number > 0)
+
+
+_WHAT = "The {0.where} of {0.name} has shape {0.shape}, and "
+_UNEVEN = (
+    _WHAT + "{0.shape[0]} cannot be split evenly among {0.layout.number} workers. "
+)
+_NOT_TO_SPLIT: Refused[_Batch] = (
+    (
+        lambda o: not o.split and o.shape[: len(o.layout.sizes)] != o.layout.sizes,
+        _WHAT + "split=False says that it begins with {0.layout.sizes}. A whole batch "
+        "is split by split=True; split=None gives all of it.",
+    ),
+    (
+        lambda o: o.uneven and is_raw_key(o.x),
+        _UNEVEN + "It looks like a raw random key: pass jax.random.key(0), or "
+        "jax.random.wrap_key_data(key).",
+    ),
+    (
+        lambda o: o.uneven,
+        _UNEVEN + "Drop or pad the last ones. What is the same for all workers has "
+        "split=None, what is split already split=False, or a tuple of them.",
+    ),
+)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -167,7 +208,7 @@ class Step:
         ]
         fun = with_specs(functools.partial(self._one_worker, call), layout.specs)
         for level in reversed(range(len(layout.sizes))):
-            own = [0 if level in along else None for along in levels]
+            own = marks(levels, level)
             fun = map_workers(
                 fun,
                 layout.axes[level],
@@ -209,42 +250,24 @@ class Step:
                 "which would be the same for all workers. Pass an array to split it, "
                 "jnp.asarray(batch); split=None gives each worker the whole list."
             )
-        laid = []
-        for path, x in zip(form.paths(), arrays, strict=True):
-            if split is None or (not jnp.shape(x) and not is_key(x)):
-                laid.append((x, None))
-            else:
-                laid.append((self._along(x, split, f"{where}{path_name(path, '')}"), 0))
-        return laid
+        return [
+            self._along(x, split, f"{where}{path_name(path, '')}")
+            for path, x in zip(form.paths(), arrays, strict=True)
+        ]
 
-    def _along(self, x: jax.Array, split: bool, where: str) -> jax.Array:
-        """An array of all workers' batch, `[*sizes, ...]`."""
+    def _along(
+        self, x: jax.Array, split: bool | None, where: str
+    ) -> tuple[jax.Array, Mark]:
+        """An array of all workers' batch, and whether it lies along them."""
         layout, shape = self.layout(), jnp.shape(x)
+        if split is None or not (shape or is_key(x)):
+            return x, None
         if not shape:
-            return layout.of_all(*forms.split(x))[0]
-        what = f"The {where} of {self.name} has shape {shape}, and"
-        if not split:
-            if shape[: len(layout.sizes)] != layout.sizes:
-                raise ValueError(
-                    f"{what} split=False says that it begins with {layout.sizes}. A "
-                    "whole batch is split by split=True; split=None gives all of it."
-                )
-            return x
-        if not shape[0] or shape[0] % layout.number:
-            mend = (
-                "Drop or pad the last ones. What is the same for all workers has "
-                "split=None, what is split already split=False, or a tuple of them."
-            )
-            if is_raw_key(x):
-                mend = (
-                    "It looks like a raw random key: pass jax.random.key(0), or "
-                    "jax.random.wrap_key_data(key)."
-                )
-            raise ValueError(
-                f"{what} {shape[0]} cannot be split evenly among {layout.number} "
-                f"workers. {mend}"
-            )
-        return x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:])
+            return layout.of_all(*forms.split(x))[0], 0
+        refuse(_Batch(self.name, where, x, shape, split, layout), _NOT_TO_SPLIT)
+        if split:
+            x = x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:])
+        return x, 0
 
     def _one_worker(
         self, call: _Call, arrays: Arrays, batches: list[Arrays]
@@ -297,9 +320,10 @@ class Step:
 
 def _is_list(x: Tree) -> bool:
     """Whether this is a list of numbers, of which JAX makes a scalar each."""
-    if type(x) is not list:
-        return False
-    return bool(x) and all(getattr(y, "ndim", None) == 0 and not is_key(y) for y in x)
+    numbers = type(x) is list and x
+    return bool(numbers) and all(
+        getattr(y, "ndim", None) == 0 and not is_key(y) for y in numbers
+    )
 
 
 def _is_used_up(x: Tree) -> bool:

@@ -26,11 +26,12 @@ from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
+from optx_sync.options import refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
-from optx_sync.placement.layout import Layout, Levels, One, of_one, one_number_only
+from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.trees import Tree, brief, is_inexact, path_name
+from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
 
 class Workers:
@@ -97,7 +98,7 @@ class Workers:
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         self.sizes: tuple[int, ...] = _sizes(n)
         # An axis is one name, or several names along which one number of workers lies.
-        one: AxisName = placing.entry_of(names)
+        one: AxisName = one_or_several(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
         self._started: tuple[forms.Form, list[Tree]] | None = None
@@ -114,9 +115,8 @@ class Workers:
     def _check_mesh(self, mesh: Mesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
             positions = placing.size_along(mesh, check_axis_name(axis))
-            if size != positions:
-                what = f"Workers are {size}"
-                raise ValueError(placing.wrong_number(what, axis, positions))
+            found = placing.Along("Workers are", size, axis, positions)
+            refuse(found, placing.ON_A_MESH)
         explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
@@ -126,7 +126,7 @@ class Workers:
             )
 
     def __repr__(self) -> str:
-        n, axis = (x[0] if len(x) == 1 else x for x in (self.sizes, self.axes))
+        n, axis = map(one_or_several, (self.sizes, self.axes))
         return f"Workers({n!r}, {axis!r}, mesh={self._mesh})"
 
     @functools.cached_property
@@ -195,8 +195,7 @@ class Workers:
             ((4, 3), (4,), 'mine')
         """
         form, arrays = self._one(state)
-        if self.mesh is not None:
-            placing.check_threads(self.mesh)
+        placing.check_threads(self.mesh)
         arrays = self._layout.start(form, arrays)
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays
@@ -391,8 +390,8 @@ class Workers:
             Array([0., 0., 0., 0.], dtype=float32)
         """
         form, arrays = forms.split(state)
-        found = held.held(state, form)
-        return metrics(form.bare(arrays), found[0].tree(arrays) if found else None)
+        params = (found.tree(arrays) for found in held.held(state, form))
+        return metrics(form.bare(arrays), next(params, None))
 
     def fingerprint(self, state: Tree) -> dict[Worker, str]:
         """Which workers differ in arrays that should be equal, and in which one first.
@@ -481,8 +480,7 @@ class Workers:
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
         sizes = _sizes(n if isinstance(n, Sequence) else (n, *self.sizes[1:]))
-        if sizes[1:] != self.sizes[1:]:
-            raise ValueError(one_number_only(self.sizes, sizes))
+        check_one_number(self.sizes, sizes)
         names = [axis for axis in self.axes if isinstance(axis, str)]
         mesh = self._mesh
         if isinstance(mesh, Mesh):
@@ -669,11 +667,10 @@ def _all_differ(arrays: list[jax.Array]) -> jax.Array:
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Warn if workers have drifted apart and nothing in the state makes them meet."""
     state, leaves = form.bare(arrays), held.leaves(form, arrays)
-    if any(leaf.levels for leaf in leaves):
-        return
     own = (leaf.x for leaf in held.params(state, leaves).values())
     params = [x for x in own if is_inexact(x.dtype)]
-    if params and _all_differ(params):
+    alone = not any(leaf.levels for leaf in leaves)
+    if alone and params and _all_differ(params):
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
             "center. Pass the optimizer's state with them, (params, opt_state); if it "

@@ -15,6 +15,9 @@ from optx_sync.placement.leaves import Leaf, Mark, is_optax, leaves_of
 from optx_sync.placement.workers import FIT, entries
 from optx_sync.trees import Tree, check_arrays
 
+# How an array is cut over n workers.
+TO_CUT = {fields.Cut.NUMBERS: cut_numbers, fields.Cut.LEAVES: in_rows}
+
 
 def equal_on_replicas(tree: Tree) -> list[bool]:
     """Whether each leaf of a tree with states in it is equal on all replicas.
@@ -67,10 +70,8 @@ def stacked(leaf: Leaf, x: Tree, n: int, mark: Mark, level: int = 0) -> jax.Arra
     if mark is None:
         return memory.copy(x)
     cut = leaf.cut(level)
-    if cut == fields.Cut.NUMBERS:
-        return cut_numbers(x, n)
-    if cut == fields.Cut.LEAVES:
-        return in_rows(x, n)
+    if cut:
+        return TO_CUT[cut](x, n)
     copies = jnp.broadcast_to(x, (n, *jnp.shape(x)))
     if n > 1 and leaf.draws_own(level):
         return jax.vmap(fold_keys)(copies, jnp.arange(n, dtype=jnp.uint32))

@@ -39,6 +39,9 @@ class Held(NamedTuple):
                 arrays[place] = x
 
 
+NOTHING = Held(jax.tree.structure(()), [])  # where there is no center
+
+
 def centers(tree: Tree) -> list[Tree]:
     """The outermost states in a tree that hold a center from which workers start."""
 
@@ -73,7 +76,6 @@ def held(state: Tree, form: Form) -> list[Held]:
     found = []
     for node in centers(form.bare(numbers)):
         center: Tree = (fields.center_of(node) or ((), ()))[1]
-        center = center.tree if fields.is_in_pieces(center) else center
         if isinstance(center, fields.InParts):
             center = center.partition.shapes
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
@@ -103,12 +105,8 @@ def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
         return jax.tree.structure(pieces).unflatten(found)
 
     def visit(node):
-        if fields.is_in_pieces(node):
-            return of_pieces(node, params)
-        if not fields.is_level(node):
-            return None
-        values = [value for _, _, value in fields.fields_of(node)]
-        found = [x for x in values if isinstance(x, fields.InParts)]
+        known = fields.fields_of(node) if fields.is_level(node) else ()
+        found = [x for *_, x in known if isinstance(x, fields.InParts)]
         parts = map(_sizes_of, found[0].shapes) if found else [params]
         # Of a field in parts each has its own, in their order.
         each = itertools.cycle(parts)

@@ -27,7 +27,7 @@ from optx_sync.forms import Form
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import specs_like, stacked
-from optx_sync.placement.leaves import Leaf, is_key
+from optx_sync.placement.leaves import Leaf, Mark, is_key, on_data
 from optx_sync.placement.resize import Joiners, resize_tree
 from optx_sync.trees import (
     Tree,
@@ -179,13 +179,12 @@ class Layout(NamedTuple):
         `places`: where they belong, if that is known.
         """
         tree, numbers = form.bare(arrays), self.numbers(form, arrays)
-        if numbers[1:] != self.sizes[1:]:
-            raise ValueError(one_number_only(numbers, self.sizes))
+        check_one_number(numbers, self.sizes)
         one = self.shapes_of_one(form, arrays)
         if numbers[0] != self.sizes[0]:
-            found = held.held(tree, form)
+            first, *_ = [*held.held(tree, form), held.NOTHING]
             params, tree = resize_tree(
-                found[0].tree(arrays) if found else (),
+                first.tree(arrays),
                 tree,
                 form.bare(one),
                 self.sizes[0],
@@ -194,8 +193,7 @@ class Layout(NamedTuple):
                 strict=strict,
             )
             arrays = form.pick(tree)
-            if found:
-                found[0].put(arrays, params)
+            first.put(arrays, params)
         places = places or self.places(form, one)
         if places is None:
             pairs = zip(arrays, held.leaves(form, arrays), strict=True)
@@ -223,12 +221,18 @@ class Layout(NamedTuple):
         ]
 
 
-def one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    """The message for more than the first number of workers changed."""
-    return (
-        f"resize of Workers {before} changes the first number alone; got {after}. "
-        "Start anew from workers.center(state)."
-    )
+def check_one_number(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """Refuse to change more than the first number of workers."""
+    if before[1:] != after[1:]:
+        raise ValueError(
+            f"resize of Workers {before} changes the first number alone; got {after}. "
+            "Start anew from workers.center(state)."
+        )
+
+
+def marks(levels: Levels, level: int) -> list[Mark]:
+    """Whether each array lies along the axis of a level."""
+    return [0 if level in along else None for along in levels]
 
 
 def _memory(leaf: Leaf) -> str | None:
@@ -241,10 +245,9 @@ def _onto(mesh: Mesh, x: Tree) -> jax.Array:
     devices = set(mesh.devices.flat)
     if isinstance(x, jax.Array) and x.sharding.device_set == devices:
         return x
-    if is_key(x):  # over several processes JAX puts numbers only
-        data = _onto(mesh, jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    whole = NamedSharding(mesh, PartitionSpec())
+    # Over several processes JAX puts numbers only.
+    return on_data(lambda numbers: jax.device_put(numbers, whole), x)
 
 
 def _spec_of(leaf: Leaf, mesh: Mesh, workers: tuple[str, ...]) -> PartitionSpec:

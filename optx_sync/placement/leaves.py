@@ -57,10 +57,9 @@ class Leaf(NamedTuple):
         shared = shared if whose else replicated
         # What `optax.inject_hyperparams` keeps for a center is shared, as it may act
         # at the center.
-        if shared or (len(whose) == level and any(map(_is_injected, self.around))):
-            own = self._piece and len(whose) == level + bool(whose)
-            return 0 if own else None
-        return 0
+        shared = shared or (len(whose) == level and any(map(_is_injected, self.around)))
+        own = not shared or (self._piece and len(whose) == level + bool(whose))
+        return 0 if own else None
 
     def cut(self, level: int = 0) -> fields.Cut:
         """How it is cut over the workers of a level."""
@@ -92,7 +91,7 @@ class Leaf(NamedTuple):
         """How it is cut over the workers of the level that holds it."""
         inside = [field for field in self.around if isinstance(field.node, _CUT)]
         levels = [field.node for field in self.around if field.level]
-        stacked = stacked_axes(levels[-1]) if levels else 0
+        stacked = max(map(stacked_axes, levels[-1:]), default=0)
         if not inside or _ndim(self.x) <= stacked:
             return fields.Cut.NOT
         whole = isinstance(inside[-1].node, fields.Owned) and inside[-1].name
@@ -128,11 +127,12 @@ def map_but_counters(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
 def _leaves(
     node: Tree, path: KeyPath, around: tuple[Field, ...], info: Field | None = None
 ) -> Iterator[Leaf]:
-    """`info`: the field whose table's fields count as those of the state around it."""
+    """`info`: of the state around, whose own the fields of this node count as."""
     children, _ = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
-    declares, is_level = fields.declares(node), fields.is_level(node)
+    declares = fields.declares(node)
+    holder = info or Field(node, "", None, fields.is_level(node))
     for key, child in children:
         if not key:  # the node is an array itself
             yield Leaf(path, node, around)
@@ -141,11 +141,9 @@ def _leaves(
         kind = fields.kind_of(node, name) if declares else None
         inside = (*path, *key)
         if kind is fields.INFO and child:
-            yield from _leaves(child, inside, around, Field(node, name, kind, is_level))
+            yield from _leaves(child, inside, around, holder)
             continue
-        field = Field(node, name, kind, is_level)
-        if info:
-            field = Field(info.node, name, kind, info.level)
+        field = Field(holder.node, name, kind, holder.level)
         yield from _leaves(child, inside, (*around, field))
 
 
@@ -180,6 +178,14 @@ def is_key(x: object) -> bool:
     """Whether this is an array of typed random keys, not raw ones."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def on_data(function: Callable[[Tree], Tree], x: Tree) -> Tree:
+    """A function of numbers, of an array; of the data of random keys."""
+    if not is_key(x):
+        return function(x)
+    data = function(jax.random.key_data(x))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 def is_raw_key(x: Tree) -> bool:

@@ -23,18 +23,18 @@ def is_on_host(tree: Tree) -> bool:
 
 def on_device(tree: Tree) -> Tree:
     """The tree, with arrays in host memory moved to their device."""
-    return jax.tree.map(lambda x: _moved(x, _SPACES.Device) if _on_host(x) else x, tree)
+    return jax.tree.map(lambda x: _moved(x, _SPACES.Device, _on_host(x)), tree)
 
 
 def on_host(tree: Tree) -> Tree:
     """The tree with all arrays but scalars moved to their device's host memory."""
-    return jax.tree.map(lambda x: _moved(x, _SPACES.Host) if jnp.ndim(x) else x, tree)
+    return jax.tree.map(lambda x: _moved(x, _SPACES.Host, jnp.ndim(x) > 0), tree)
 
 
 def like(tree: Tree, reference: Tree) -> Tree:
     """The tree, each array in the memory of its counterpart."""
     return jax.tree.map(
-        lambda x, there: _moved(x, _SPACES.Host) if _on_host(there) else x,
+        lambda x, there: _moved(x, _SPACES.Host, _on_host(there)),
         tree,
         reference,
     )
@@ -53,5 +53,7 @@ def _on_host(x: Tree) -> bool:
     return jax.typeof(x).memory_space == _SPACES.Host
 
 
-def _moved(x: Tree, space: Tree) -> Tree:
-    return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, space)
+def _moved(x: Tree, space: Tree, moves: bool = True) -> Tree:
+    """The array in another memory, if it moves; a shape stays as it is."""
+    moves = moves and not isinstance(x, jax.ShapeDtypeStruct)
+    return jax.device_put(x, space) if moves else x

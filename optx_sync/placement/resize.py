@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
-from optx_sync.placement.axes import fold_keys
-from optx_sync.placement.leaves import Leaf, is_key, leaves_of, stacked_axes
+from optx_sync.placement.axes import TO_CUT, fold_keys
+from optx_sync.placement.leaves import Leaf, is_key, leaves_of, on_data, stacked_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -42,22 +41,21 @@ def resize_tree(
     outside of states are each worker's own, keys included.
     """
     found = _arrays(tree, like, levels, replicated)
-    sizes = {x.leaf.x.shape[0] for x in found if x.own or x.cut}
-    if not replicated:
-        sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
+    owners = [_Array(x, x.x, not replicated, fields.Cut.NOT) for x in leaves_of(params)]
+    both = [*owners, *found]
+    sizes = {jnp.shape(x.leaf.x)[0] for x in both if x.own or x.cut}
     if len(sizes) > 1:
         raise ValueError(
             f"Parameters and state are of {sorted(sizes)} workers. Pass those of one "
             "run, of all workers."
         )
-    before = sizes.pop() if sizes else n
+    before, *_ = *sizes, n
     if n == before:
         return jax.tree.map(jnp.copy, (params, tree))
     _say(_lost([x.leaf for x in found], fewer=n < before), strict)
     how, structure = _Resizing(before, n, joiners), jax.tree.structure(tree)
-    params = jax.tree.map(_on_host, params)
-    if replicated:
-        params = jax.tree.map(lambda x: _repeat(x, before), params)
+    outside = jax.tree.structure(params)
+    params = outside.unflatten([x.of_all(before) for x in owners])
     stacked = [x.of_all(before) for x in found]
     params = how.params(params, structure.unflatten(stacked))
     if init is None:
@@ -75,14 +73,14 @@ def resize_tree(
             joined = jax.vmap(fold_keys)(x[before:], jnp.arange(before, n))
             x = jnp.concatenate([x[:before], joined])
         new.append(one.of_each(x, n))
-    if replicated:
-        params = jax.tree.map(lambda x: x[0], params)
+    pairs = zip(owners, jax.tree.leaves(params), strict=True)
+    params = outside.unflatten([x.of_each(one, n) for x, one in pairs])
     return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
 
 
 def _begins(leaf: Leaf) -> int:
     """The number that fills an array where it begins anew."""
-    return leaf.kinds[-1].begins if leaf.kinds else 0
+    return [fields.OWN, *leaf.kinds][-1].begins
 
 
 def _lost(leaves: list[Leaf], fewer: bool) -> list[str]:
@@ -170,10 +168,7 @@ def _mean(x: np.ndarray) -> np.ndarray:
 
 
 def _on_host(x: Tree) -> Numbers:
-    if is_key(x):
-        data = jax.device_get(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return np.asarray(jax.device_get(x))
+    return on_data(lambda numbers: np.asarray(jax.device_get(numbers)), x)
 
 
 def _repeat(x: Numbers, n: int) -> Numbers:
@@ -206,10 +201,8 @@ class _Array(NamedTuple):
 
     def of_each(self, x: Numbers, workers: int) -> Numbers:
         """From `[workers, ...]` back, with an axis where it has one, or cut anew."""
-        if self.cut == fields.Cut.NUMBERS:
-            return cut_numbers(x[0], workers)
         if self.cut:
-            return in_rows(x[0], workers)
+            return TO_CUT[self.cut](x[0], workers)
         return x if self.own else x[0]
 
 

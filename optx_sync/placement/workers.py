@@ -23,15 +23,37 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
+from optx_sync.options import Refused, refuse
 from optx_sync.trees import (
     Tree,
     check_arrays,
     is_inexact,
+    one_or_several,
     path_name,
 )
 
 # Whether an array has the axis of a level's workers in front (0), or they share it.
 Mark: TypeAlias = int | None
+
+
+class Along(NamedTuple):
+    """So many workers along an axis of a mesh, or an argument of so many."""
+
+    what: str
+    workers: int | None
+    axes: AxisName
+    positions: int | None  # `None` without a mesh
+    shape: tuple[int, ...] = ()  # of the argument
+
+
+# For another number of workers than positions on the mesh.
+_WRONG_NUMBER = (
+    ", but the mesh has {0.positions} positions along {0.axes!r}, and each is one "
+    "worker. Make the two equal, or simulate any number: mesh=None."
+)
+ON_A_MESH: Refused[Along] = (
+    (lambda o: o.workers != o.positions, "{0.what} {0.workers}" + _WRONG_NUMBER),
+)
 
 
 def _is_none(mark: Tree) -> bool:
@@ -176,6 +198,28 @@ def with_specs(
     return sharded
 
 
+_STACK = (
+    " Give it None in in_axes if it is equal for all workers; stack what is one "
+    "worker's first: oxs.by_hand.replicate(x, n), a state with "
+    "axes=oxs.by_hand.state_axes(tx, params)."
+)
+_OF_OTHERS = "{0.what} has shape {0.shape}, of {0.shape[0]} workers"
+_OF_ALL_WORKERS: Refused[Along] = (
+    (
+        lambda o: not o.shape,
+        "{0.what} has axis 0 in in_axes, the workers', but is a scalar." + _STACK,
+    ),
+    (
+        lambda o: o.positions not in (None, o.shape[0]),
+        _OF_OTHERS + _WRONG_NUMBER + _STACK,
+    ),
+    (
+        lambda o: o.shape[0] != o.workers,
+        _OF_OTHERS + "; others are of {0.workers}." + _STACK,
+    ),
+)
+
+
 class _Workers(NamedTuple):
     """One worker's function, and over what it is mapped."""
 
@@ -207,7 +251,7 @@ class _Workers(NamedTuple):
             args, kwargs = treedef.unflatten(own)
             return self._with_axes(self.results(*args, **kwargs))
 
-        specs = {None: PartitionSpec(), 0: PartitionSpec(entry_of(self.axes))}
+        specs = {None: PartitionSpec(), 0: PartitionSpec(one_or_several(self.axes))}
         mapped = functools.partial(
             jax.shard_map,
             one_worker,
@@ -252,25 +296,12 @@ class _Workers(NamedTuple):
         ]
         for where, x in own:
             check_arrays(x, "The argument of map_workers", where)
-        workers = positions
-        for where, x in own:
-            shape = jnp.shape(x)
-            if workers is None and shape:
-                workers = shape[0]
-            if shape[:1] == (workers,):
-                continue
+        shapes = [jnp.shape(x) for _, x in own]
+        workers = positions or next((shape[0] for shape in shapes if shape), None)
+        for (where, _), shape in zip(own, shapes, strict=True):
             what = f"The argument {where} of map_workers"
-            if not shape:
-                what = f"{what} has axis 0 in in_axes, the workers', but is a scalar."
-            else:
-                what = f"{what} has shape {shape}, of {shape[0]} workers"
-                others = f"{what}; others are of {workers}."
-                what = wrong_number(what, self.axes, positions) if positions else others
-            raise ValueError(
-                f"{what} Give it None in in_axes if it is equal for all workers; stack "
-                "what is one worker's first: oxs.by_hand.replicate(x, n), a state with "
-                "axes=oxs.by_hand.state_axes(tx, params)."
-            )
+            found = Along(what, workers, self.axes, positions, shape)
+            refuse(found, _OF_ALL_WORKERS)
         if workers is None:
             raise ValueError(
                 "No argument of map_workers has axis 0 in in_axes, so nothing tells how"
@@ -341,11 +372,6 @@ def _look_for_unequal(fun: Callable[..., Tree], *args: Tree) -> None:
         pass
 
 
-def entry_of(axes: tuple[str, ...]) -> AxisName:
-    """An entry of a `PartitionSpec`: one axis by its name, several as a tuple."""
-    return axes if len(axes) > 1 else "".join(axes)
-
-
 def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
     """The number of workers: positions along the mesh axes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -363,7 +389,7 @@ def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
 
 
 @functools.cache  # once for each mesh
-def check_threads(mesh: Mesh | AbstractMesh) -> None:
+def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
 
     Up to JAX 0.11 all devices run their programs on one pool of threads. A device that
@@ -390,14 +416,6 @@ def check_threads(mesh: Mesh | AbstractMesh) -> None:
             f"'{2 * used}' before the first array.",
             stacklevel=3,
         )
-
-
-def wrong_number(what: str, axes: AxisName, positions: int) -> str:
-    """The message for another number of workers than positions on the mesh."""
-    return (
-        f"{what}, but the mesh has {positions} positions along {axes!r}, and each is "
-        "one worker. Make the two equal, or simulate any number: mesh=None."
-    )
 
 
 def entries(
