@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath, PyTreeDef
+from jax.tree_util import PyTreeDef
 
-from optx_sync.trees import Tree, path_name
+from optx_sync.trees import KeyPath, Tree, path_name
 
 # Marks a leaf that is an array. Each step compares all marks, and `None` is quick.
 _ARRAY = None

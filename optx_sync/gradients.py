@@ -11,7 +11,7 @@ import jax
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
-from optx_sync.rows.lookup import GatheredRows, gather
+from optx_sync.rows.lookup import _gather, _GatheredRows
 from optx_sync.rows.slices import rebuild
 from optx_sync.trees import Tree, names_of, path_name
 
@@ -98,12 +98,12 @@ def value_and_grad(
             ids = fn(*args, **kwargs)
             for at in below:
                 path, table = paths[at]
-                leaves[at] = gather(table, ids, path_name(path))
+                leaves[at] = _gather(table, ids, path_name(path))
         of_arrays = functools.partial(_of_arrays, loss, structure, leaves, args, kwargs)
-        arrays = [x.values if isinstance(x, GatheredRows) else x for x in leaves]
+        arrays = [x.values if isinstance(x, _GatheredRows) else x for x in leaves]
         value, grads = jax.value_and_grad(of_arrays, has_aux=has_aux)(arrays)
         grads = [
-            rebuild(x.words, grad) if isinstance(x, GatheredRows) else grad
+            rebuild(x.words, grad) if isinstance(x, _GatheredRows) else grad
             for x, grad in zip(leaves, grads, strict=True)
         ]
         return value, structure.unflatten(grads)
@@ -114,7 +114,7 @@ def value_and_grad(
 def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
     """The loss as a function of the leaves' arrays: rows in place of tables."""
     leaves = [
-        dataclasses.replace(x, values=array) if isinstance(x, GatheredRows) else array
+        dataclasses.replace(x, values=array) if isinstance(x, _GatheredRows) else array
         for x, array in zip(leaves, arrays, strict=True)
     ]
     return loss(structure.unflatten(leaves), *args, **kwargs)

@@ -20,11 +20,11 @@ from optx_sync.trees import Tree, is_nothing, pure
 @fields.declare(
     dropped=fields.OWN_COUNT,
     outliers=fields.OWN_COUNT,
-    outcome=fields.ANEW.told._replace(begins=-1),
+    outcome=fields.ANEW.not_a_slot._replace(begins=-1),
     outcome_counts=fields.OWN_COUNT,
     distance=fields.OWN_COUNT,
-    gathered=fields.ANEW.told,
-    measured=fields.LIKE_PARAMS.told,
+    gathered=fields.ANEW.not_a_slot,
+    measured=fields.LIKE_PARAMS.not_a_slot,
 )
 class Info(NamedTuple):
     """Fields of a state that only inform, and no step needs; `()` for what it lacks.
@@ -41,14 +41,14 @@ class Info(NamedTuple):
     measured: Tree = ()  # `Measured`, of the last meeting
 
 
-@fields.declare(measured=fields.SHARED.told)
+@fields.declare(measured=fields.SHARED.not_a_slot)
 class SharedInfo(Info):
     """The `Info` of workers that measure what they share: a center."""
 
     __slots__ = ()
 
 
-def told(x: Tree) -> Tree:
+def or_none(x: Tree) -> Tree:
     """The value of a field of an `Info`, `None` for `()`."""
     return None if is_nothing(x) else x
 

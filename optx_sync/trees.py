@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
 Tree: TypeAlias = Any
+KeyPath: TypeAlias = tuple[Any, ...]  # JAX's keys, from the root to a leaf
 # The longest text of an object in a message, in letters.
 LONGEST_TEXT = 100
 

@@ -99,7 +99,7 @@ def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
     )
 
 
-def told(exchange: Exchange, messages: Tree, known: Tree) -> Tree:
+def plus_decoded(exchange: Exchange, messages: Tree, known: Tree) -> Tree:
     """`known` plus the decoded messages: the same bits on both sides.
 
     The barrier keeps XLA from fusing this sum with the product in the decoding.

@@ -10,7 +10,7 @@ import optax
 
 from optx_sync.center.buffers import Outgoing
 from optx_sync.exchange.measures import square_sum
-from optx_sync.metrics import SharedInfo, told
+from optx_sync.metrics import SharedInfo, or_none
 from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
@@ -89,7 +89,7 @@ def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
         "center": center,
         "taken": taken,
         "outer": outer,
-        "pending": (fields.ANEW if sent else fields.SHARED).told,
+        "pending": (fields.ANEW if sent else fields.SHARED).not_a_slot,
         "accumulated": fields.OWN_SUM if has_parts else fields.ANEW,
         "broken": fields.ANEW,
         "exchange": fields.OF_SUMS if how.sums else fields.OWN,
@@ -183,11 +183,11 @@ class CenterState(NamedTuple):
             steps_since_round=self.steps_since_round,
             dropped=self.info.dropped,
             distance=distance,
-            distance_before_round=told(self.info.distance),
-            outliers=told(self.info.outliers),
+            distance_before_round=or_none(self.info.distance),
+            outliers=or_none(self.info.outliers),
             last_fragment=last,
             fragment_ages=ages,
-            **{name: told(getattr(measured, name, ())) for name in _MEASURED},
+            **{name: or_none(getattr(measured, name, ())) for name in _MEASURED},
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:

@@ -33,20 +33,20 @@ Names: TypeAlias = tuple[str, ...]  # in a path
 Specs: TypeAlias = tuple[tuple[Names, PartitionSpec], ...]
 
 
-class _Told(NamedTuple):
+class _Known(NamedTuple):
     """How a worker is sharded, as known while it is traced."""
 
     specs: Specs | None = None
     inside: tuple[str, ...] = ()  # inside `in_shards`: the axes of the shards
 
 
-_context = jax.make_user_context(default_value=_Told())
+_context = jax.make_user_context(default_value=_Known())
 
 
-def told(specs: Specs | None) -> Any:
+def with_specs(specs: Specs | None) -> Any:
     """A context in which workers have these specs; `None` keeps the current ones."""
-    now: _Told = _context.value
-    return _context(now if specs is None else _Told(specs))
+    now: _Known = _context.value
+    return _context(now if specs is None else _Known(specs))
 
 
 def is_spec(x: Any) -> bool:
@@ -144,7 +144,7 @@ def beside(arrays: Tree, params: Tree) -> Any:
     """A context in which unnamed arrays are sharded as the parameters they resemble."""
     mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
     if specs is None:
-        return told(None)
+        return with_specs(None)
     named = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         named[names_of(path)] = x, _asked(specs, path, x, mesh.shape)
@@ -152,7 +152,7 @@ def beside(arrays: Tree, params: Tree) -> Any:
         (names_of(path), spec_like((), x, named))
         for path, x in jax.tree_util.tree_leaves_with_path(arrays)
     ]
-    return told(tuple(found))
+    return with_specs(tuple(found))
 
 
 def in_shards(
@@ -168,7 +168,7 @@ def in_shards(
 
     def inside(*args):
         args = jax.tree.map(lambda x: vary(x, untyped), args)
-        with _context(_Told(inside=shards.axes)):
+        with _context(_Known(inside=shards.axes)):
             return fun(*args)
 
     mapped = jax.shard_map(

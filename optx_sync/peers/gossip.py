@@ -65,9 +65,9 @@ class GossipMetrics(NamedTuple):
 
 
 @fields.declare(
-    local_step=fields.SHARED.told,
-    steps_since_round=fields.SHARED.told,
-    global_step=fields.SHARED.told,
+    local_step=fields.SHARED.not_a_slot,
+    steps_since_round=fields.SHARED.not_a_slot,
+    global_step=fields.SHARED.not_a_slot,
     center=fields.COPIES,
     outer=fields.LIKE_PARAMS,
 )

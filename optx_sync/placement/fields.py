@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which workers share each field of a state: one table for each class.
 
-    @declare(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
+    @declare(rounds=SHARED.not_a_slot, dropped=OWN_COUNT, inner=OWN)
     class MyState(NamedTuple):
         rounds: jax.Array
         dropped: jax.Array
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
         return self.lands in ("joiners", "everyone")
 
     @property
-    def told(self) -> "Kind":
+    def not_a_slot(self) -> "Kind":
         """The same kind for a field that `slot` and `slot_names` do not show."""
         return self._replace(slots=False)
 
@@ -85,17 +85,17 @@ class Kind(NamedTuple):
         return Kind("params", slots=self.slots, lands=lands, memory=self.memory)
 
 
-COUNTER = Kind("all levels").told
-FACT = Kind("all levels").told  # a `Fact`
+COUNTER = Kind("all levels").not_a_slot
+FACT = Kind("all levels").not_a_slot  # a `Fact`
 SHARED = Kind("level")
 SHARED_ANEW = Kind("level", "anew")
 LIKE_PARAMS = Kind("params")
 OWN = Kind("own")
-OWN_COUNT = Kind("own", "from 0").told
+OWN_COUNT = Kind("own", "from 0").not_a_slot
 OWN_SUM = Kind("own", "from 0")
 ANEW = Kind("own", "anew")
 # The field `info`; the fields in it have kinds of their own.
-INFO = Kind("own").told
+INFO = Kind("own").not_a_slot
 # The memory of an exchange whose contributions are added up; `OWN` if averaged.
 OF_SUMS = Kind("own", added=True)
 OWED = Kind("own", "owed")

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import KeyPath
 
 from optx_sync.placement import fields
 from optx_sync.placement.workers import Mark
-from optx_sync.trees import Tree, is_slices, names_of
+from optx_sync.trees import KeyPath, Tree, is_slices, names_of
 
 
 class Field(NamedTuple):

@@ -169,11 +169,11 @@ def with_specs(
     """The function, inside of which exchanges know how a worker is sharded."""
 
     @functools.wraps(fun)
-    def told(*args: Tree, **kwargs: Tree) -> Tree:
-        with shards.told(specs):
+    def sharded(*args: Tree, **kwargs: Tree) -> Tree:
+        with shards.with_specs(specs):
             return fun(*args, **kwargs)
 
-    return told
+    return sharded
 
 
 class _Workers(NamedTuple):

@@ -16,7 +16,7 @@ from optx_sync.exchange.agree import agree, times, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing, Pieces
-from optx_sync.metrics import Info, told
+from optx_sync.metrics import Info, or_none
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
@@ -70,7 +70,7 @@ class CrossShardState(NamedTuple):
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
         return CrossShardMetrics(
-            **measures.shown(self.info.measured), outliers=told(self.info.outliers)
+            **measures.shown(self.info.measured), outliers=or_none(self.info.outliers)
         )
 
 

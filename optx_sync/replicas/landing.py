@@ -20,7 +20,7 @@ from optx_sync.trees import Tree
 @fields.declare(
     own=fields.LIKE_PARAMS,
     constants=fields.LIKE_PARAMS,
-    numbers=fields.LIKE_PARAMS.told,
+    numbers=fields.LIKE_PARAMS.not_a_slot,
 )
 class OwnedState(NamedTuple):
     """State of `cross_shard(..., shard_state="leaves")`."""

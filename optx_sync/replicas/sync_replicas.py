@@ -17,7 +17,7 @@ from optx_sync.exchange.agree import agree, square_within, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing
-from optx_sync.metrics import Info, told
+from optx_sync.metrics import Info, or_none
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
 from optx_sync.replicas import accumulator, averages, tokens
@@ -84,10 +84,10 @@ class Gathered(NamedTuple):
 
 
 @fields.declare(
-    global_step=fields.SHARED.told,
-    accumulated=fields.SHARED_ANEW.told,
-    total_weight=fields.SHARED_ANEW.told,
-    weight_unit=fields.SHARED.told,
+    global_step=fields.SHARED.not_a_slot,
+    accumulated=fields.SHARED_ANEW.not_a_slot,
+    total_weight=fields.SHARED_ANEW.not_a_slot,
+    weight_unit=fields.SHARED.not_a_slot,
     accumulator=fields.ANEW,
     exchange=fields.OF_SUMS,
     contributed=fields.ANEW,
@@ -123,7 +123,7 @@ class SyncReplicasState(NamedTuple):
             *last,
             counts=info.outcome_counts,
             **measures.shown(info.measured),
-            outliers=told(info.outliers),
+            outliers=or_none(info.outliers),
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:

@@ -45,7 +45,7 @@ def take(table: Tree, ids: slices.Numbers) -> jax.Array:
 
     Reference: ``tf.nn.embedding_lookup``.
     """
-    if isinstance(table, GatheredRows):
+    if isinstance(table, _GatheredRows):
         return table.look_up(ids)
     _check_table(table, "take")
     ids = as_int32(ids, "ids")
@@ -58,7 +58,7 @@ class _TableUseError(TypeError, AttributeError):
 
 
 @dataclasses.dataclass(eq=False)
-class GatheredRows:
+class _GatheredRows:
     """Stands for a table in the loss of `value_and_grad`: the rows that a batch names.
 
     `words` are the hidden indices, sorted and unique, `values` the rows; `shape` is
@@ -140,11 +140,11 @@ class GatheredRows:
 
 
 jax.tree_util.register_dataclass(
-    GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
+    _GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
 )
 
 
-def gather(table: Any, ids: slices.Numbers, path: str) -> GatheredRows:
+def _gather(table: Any, ids: slices.Numbers, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     _check_table(table, f"rows for {path}")
     size = table.shape[0]
@@ -154,7 +154,7 @@ def gather(table: Any, ids: slices.Numbers, path: str) -> GatheredRows:
     if ids.shape[0]:
         ids, _ = slices.unique_indices(jnp.where(ids < size, ids, -1))
     rows = jnp.asarray(table).at[ids].get(**FILL, **ORDERED)
-    return GatheredRows(slices.hide_words(ids), rows, tuple(table.shape), path)
+    return _GatheredRows(slices.hide_words(ids), rows, tuple(table.shape), path)
 
 
 def _check_table(table: object, who: str) -> None:

@@ -42,7 +42,9 @@ class Push(NamedTuple):
     # notes of its program, as JSON.
     state: Arrays = {}  # noqa: RUF012 # only read
     place: str = ""
-    told: int = 0  # the `Reply.told` that it took last; 0: answer with whole arrays
+    confirms: int = (
+        0  # the `Reply.number` that it took last; 0: answer with whole arrays
+    )
 
     def problem(self) -> str:
         """What is wrong with the header's numbers, "" if nothing is."""
@@ -80,7 +82,7 @@ def _can_be_saved(x: object) -> bool:
 
 # The numbers of a push and the least value of each; the server checks the others.
 _INTEGERS: dict[str, int] = {"steps": 1, "local_step": 0, "incarnation": 0}
-_INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62), "told": 0}
+_INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62), "confirms": 0}
 
 
 class Reply(NamedTuple):
@@ -95,7 +97,7 @@ class Reply(NamedTuple):
     waiting: bool = False  # whether the worker must wait for a token: ask `wait`
     round: int = 0  # the number of this push
     lost: int = 0  # earlier pushes of this worker that were lost with the server
-    told: int = 0  # the number of this answer; the next push confirms it
+    number: int = 0  # the number of this answer; the next push confirms it
 
 
 class JoinedPart(NamedTuple):

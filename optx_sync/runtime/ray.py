@@ -322,7 +322,7 @@ class _Supervisor:
         self.running: dict[object, int] = {}
         self.later: dict[int, float] = {}  # the time to start a worker again
         self.returned: set[int] = set()
-        self.told: set[tuple[str, int]] = set()  # (server, who left)
+        self.reported: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
         # Of each worker, its pushes of each part when it died last.
         self.met_at_death = [Counter[int]() for _ in range(num_workers)]
@@ -479,8 +479,8 @@ class _Supervisor:
         """Report to all servers, also to restarted ones, who has left."""
         for number, (boot, _) in enumerate(self.events.places):
             for index in self.returned:
-                if boot and (boot, index) not in self.told:
-                    self.told.add((boot, index))
+                if boot and (boot, index) not in self.reported:
+                    self.reported.add((boot, index))
                     self.connection.servers[number].call.remote("leave", index)
 
     def _say_what_for(self) -> None:

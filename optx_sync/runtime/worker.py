@@ -293,7 +293,7 @@ class Worker:
                 part=part,
                 state=state,
                 place=place,
-                told=self._told[part],
+                confirms=self._confirms[part],
             )
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
@@ -321,7 +321,7 @@ class Worker:
                 self._hear(part, reply)
             self.used = reply.used
             self._steps[part] = reply.global_step
-            self._told[part] = reply.told if self._decodes else 0
+            self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply.arrays, self._place)
         if refused is not None:
             raise refused
@@ -349,7 +349,7 @@ class Worker:
             part: x.global_step for part, x in joined.parts.items()
         }
         self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
-        self._told: dict[int, int] = dict.fromkeys(joined.parts, 0)
+        self._confirms: dict[int, int] = dict.fromkeys(joined.parts, 0)
         self.local_step: int = joined.local_step
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}

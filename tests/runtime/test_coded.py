@@ -174,7 +174,7 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed(monkeypatch):
 
 def told_to(worker, server):
     """(what a server takes a worker to know, what the worker knows), all parts."""
-    held = [one.told.known[worker.index][1] for one in server._held]
+    held = [one.answers.known[worker.index][1] for one in server._held]
     picked = [worker.layout.pick(worker._own.taken, part) for part in server.parts]
     return jax.tree.leaves(held), jax.tree.leaves(picked)
 
@@ -232,31 +232,33 @@ def test_who_did_not_hear_an_answer_is_told_whole_arrays(tmp_path):
 
     server, arrays = start(), {"['w']": np.linspace(-1, 2, 40, dtype=np.float32)}
 
-    def push(number, told):
-        reply = server.push(Push(0, number, {"contribution": arrays}, told=told))
+    def push(number, confirms):
+        reply = server.push(
+            Push(0, number, {"contribution": arrays}, confirms=confirms)
+        )
         assert set(reply.arrays) in ({"after"}, {"change"})
         return reply, "change" in reply.arrays
 
     first, coded = push(1, 0)
     assert not coded
-    second, coded = push(2, first.told)
+    second, coded = push(2, first.number)
     assert coded and bytes_of(second.arrays) < 0.4 * size
-    again, coded = push(2, first.told)  # The answer was lost.
+    again, coded = push(2, first.number)  # The answer was lost.
     assert not coded and bytes_of(again.arrays) == size
-    for heard in (second.told, 7, 0):  # Of before, of nobody, of one that decodes none.
+    for heard in (second.number, 7, 0):  # an old one, none that is, no codes
         reply, coded = push(server.global_step + 1, heard)
         assert not coded
-    reply, coded = push(server.global_step + 1, reply.told)
+    reply, coded = push(server.global_step + 1, reply.number)
     assert coded
     server.checkpoint()
     server = start()
-    reply, coded = push(server.global_step + 1, reply.told)
+    reply, coded = push(server.global_step + 1, reply.number)
     assert not coded
-    reply, coded = push(server.global_step + 1, reply.told)
+    reply, coded = push(server.global_step + 1, reply.number)
     assert coded
     server.leave(0)
     held: Any = server._held[0]
-    assert held.told.known == {}
+    assert held.answers.known == {}
 
 
 LOCAL, CODE = oxs.rules.local_sgd(), exchange.quantized()

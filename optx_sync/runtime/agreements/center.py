@@ -17,8 +17,8 @@ from optx_sync.center.coded import (
     check_pull_code,
     encoded,
     message_shapes,
+    plus_decoded,
     start_codes,
-    told,
 )
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.center.fragments import check_fragments, steps_between
@@ -103,7 +103,7 @@ def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
     )
 
 
-class Told:
+class CodedAnswers:
     """Coded answers: each worker's copy of the center, and its next difference.
 
     What a code loses in one answer is part of the next difference, so no error grows.
@@ -132,13 +132,13 @@ class Told:
             known = jax.tree.map(lambda x: jnp.array(x, copy=True), known)
         self.known[worker] = next(self._numbers), known
         arrays = {path: np.array(x) for path, x in center.items()}
-        return Reply({name: arrays}, 0, 0, told=self.known[worker][0])
+        return Reply({name: arrays}, 0, 0, number=self.known[worker][0])
 
     def _run_next(self, center, known):
         lacking = jax.tree.map(jnp.subtract, center, known)
         nothing = start_codes(self.exchange, lacking)
         messages, _ = encoded(self.exchange, lacking, nothing)
-        return messages, told(self.exchange, messages, known)
+        return messages, plus_decoded(self.exchange, messages, known)
 
 
 class Center:
@@ -161,10 +161,10 @@ class Center:
         if exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
             self.expected = contract.ExpectedCodes(self.traffic.sends, shapes, exchange)
-        self.told: Told | None = None
+        self.answers: CodedAnswers | None = None
         if pulls is not None:
             message_shapes(pulls, center)  # Refuses arrays that it cannot code.
-            self.told = Told(pulls, self.variables)
+            self.answers = CodedAnswers(pulls, self.variables)
         self.global_step: int = 0
         # The center before each worker's last push, for a retry of that push.
         self.kept: dict[int, Arrays] = {}
@@ -266,7 +266,7 @@ class Center:
         self.global_step += 1
         self.applied += int(counts)
         self.seen[worker] = self.applied
-        return self._reply(worker, before, push.told)
+        return self._reply(worker, before, push.confirms)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
         """Whether no sum can overflow."""
@@ -290,9 +290,9 @@ class Center:
 
     def _reply(self, worker: int, before: Arrays, took: int = 0) -> Reply:
         centers = {"before": before, "after": self.center}
-        if self.told is not None:
+        if self.answers is not None:
             (name,) = self.traffic.replies
-            reply = self.told.answer(worker, took, name, centers[name])
+            reply = self.answers.answer(worker, took, name, centers[name])
             return reply._replace(global_step=self.global_step)
         arrays = {name: self._out(centers[name]) for name in self.traffic.replies}
         return Reply(arrays, self.global_step, 0)
@@ -320,9 +320,9 @@ class Center:
 
     def release(self, left: set[int]) -> None:
         """Forget workers that have left."""
-        if self.told is not None:
+        if self.answers is not None:
             for worker in left:
-                self.told.known.pop(worker, None)
+                self.answers.known.pop(worker, None)
 
     def current(self) -> Arrays:
         """The arrays for a worker that starts."""
@@ -501,7 +501,7 @@ class OfCenter:
         if "change" in centers and self.pulls is not None:
             (name,) = self.traffic.replies
             known = pick(taken, part)
-            centers = {name: told(self.pulls, centers["change"], known)}
+            centers = {name: plus_decoded(self.pulls, centers["change"], known)}
         # A formula does not read what is not sent.
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())
