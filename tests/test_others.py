@@ -215,6 +215,16 @@ SCHEDULES: dict[Any, Any] = {
         [-2.25, -2.75, -1.25, 0.25],
         [-2] * 4,
     ],
+    ((1, 2), (3, 4)): [
+        [0.75, 0.75, -0.25, -0.25],
+        [1.75, 1.75, -1.25, -1.25],
+        [0] * 4,
+        [-0.5] * 4,
+        [-0.75, -0.75, 0.25, 0.25],
+        [-0.25] * 4,
+        [-2, -2, -1, -1],
+        [-3.5, -3.5, -0.5, -0.5],
+    ],
     ((1, 2), (2, 4), (4, 8)): [
         [0.75, 0.75, -0.25, -0.25, 0.75, 0.75, -0.25, -0.25],
         [0.25, 0.25, 0.25, 0.25, -0.75, -0.75, -0.75, -0.75],
@@ -291,3 +301,136 @@ def test_means_of_torchs_power_sgd(case):
 
     for means in jax.jit(jax.vmap(one_rank, axis_name=AXIS))(grads):
         np.testing.assert_allclose(means, case["means"], rtol=0, atol=2e-6)
+
+
+# learning-at-home/hivemind 4bd43b7, tests/test_compression.py: the mean square that a
+# codec may lose of one normal tensor, and of two peers' means. In half precision it
+# adds in float32 and sends differences back, 1e-5; here the mean is what travels.
+HIVEMIND = {
+    "NONE": (oxs.exchange.all_reduce(), 0, 0),
+    "FLOAT16": (oxs.exchange.all_reduce(jnp.float16), 5e-8, 4e-5),
+    # Each tensor's codes by themselves, as there.
+    "UNIFORM_8BIT": (oxs.exchange.quantized(bucket_bytes=1), 8e-4, 1e-2),
+}
+
+
+@pytest.mark.parametrize("codec", HIVEMIND)
+def test_what_hivemind_lets_a_codec_lose(codec):
+    """And zeros stay zeros, and a tensor is what it is beside any other one."""
+    exchange, alone, averaged = HIVEMIND[codec]
+    rng = np.random.default_rng(0)
+    roots = np.sqrt(np.linspace([0, 300], [500, 800], 1000, axis=1))
+    peers = (roots, rng.normal(size=(2, 1000)), np.zeros((2, 5, 5)))
+    peers = jax.tree.map(np.float32, peers)
+
+    def meet(tree):
+        return exchange.meet(tree, exchange.init(tree), AXIS)[0]
+
+    def both(one, peers):
+        run = jax.vmap(meet, axis_name=AXIS)
+        return run(one), run(peers), run(peers[1])
+
+    one = rng.normal(size=(1, 128, 128)).astype(np.float32)
+    found, means, by_itself = jax.tree.map(np.asarray, jax.jit(both)(one, peers))
+    assert np.square(found - one).mean() <= alone
+    for mean, tensor in zip(means, peers, strict=True):
+        assert np.square(mean - tensor.mean(0)).mean() <= averaged
+    assert not means[2].any()
+    np.testing.assert_array_equal(means[1], by_itself)
+
+
+# deepspeedai/DeepSpeed edaa722, runtime/comm/compressed.py: compressed_allreduce of
+# these gradients of four ranks, in three rounds that share its errors, on torch 2.13.0
+# (collectives between threads, bits packed by NumPy). Each rank's quarter of the
+# 30 numbers, padded to 32, has one size; the signs are these.
+I, J = np.indices((5, 6))
+BIASED = [  # away from 0, as in its tests: the sign of what is 0 is by chance
+    [
+        ((3 * I * I + 5 * J + I * J + r * (I + 2 * J) + 7 * t * (r + 1)) % 11 - 5) / 4
+        + 0.125
+        for t in range(3)
+    ]
+    for r in range(4)
+]
+ONE_BIT = (
+    {
+        "-+--+--+": 0.39502206,
+        "+++--+--": 0.33808938,
+        "+-++++--": 0.32839084,
+        "++-+++": 0.5330041,
+    },
+    {
+        "+++++++-": 0.51900244,
+        "-+-++-++": 0.5394311,
+        "++--+-++": 0.3259679,
+        "--+++-": 0.68421376,
+    },
+    {
+        "--+--+++": 0.6014805,
+        "--+--+--": 0.5914138,
+        "-+++--++": 0.38565832,
+        "-+---+": 0.8123372,
+    },
+)
+
+
+def one_bit(ranks):
+    """DeepSpeed's compressed all-reduce, as an exchange of one's own.
+
+    A sign for each number and one size go to the ranks, each of which serves a part,
+    and the mean comes back so; here all travel as floats. What either way loses is
+    added the next time.
+    """
+
+    def coded(x):
+        size = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True))
+        return jnp.where(x >= 0, size, -size)
+
+    def init(tree):
+        def owed(x):
+            padded = -(-x.size // (8 * ranks)) * 8 * ranks
+            return jnp.zeros(padded), jnp.zeros((ranks, padded // ranks))
+
+        return [owed(x) for x in jax.tree.leaves(tree)]
+
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        def one(x, owed):
+            own = owed[0] + jnp.pad(x.ravel(), (0, owed[0].size - x.size))
+            served = owed[1] + oxs.reduce(coded(own), axis_name).reshape(ranks, -1)
+            mean = coded(served)
+            owed = own - coded(own), served - mean
+            return mean.ravel()[: x.size].reshape(x.shape), owed
+
+        arrays, structure = jax.tree.flatten(tree)
+        found = [one(x, owed) for x, owed in zip(arrays, state, strict=True)]
+        means, state = zip(*found, strict=True)
+        return oxs.exchange.Met(structure.unflatten(means), state=[*state])
+
+    return oxs.exchange.Exchange(init, meet, linear=False)
+
+
+def test_compressed_all_reduce_of_deepspeed():
+    """Its three rounds; and what did not arrive in them is owed."""
+    tx: Any = oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=one_bit(4))
+
+    def rank(grads):
+        def step(state, grads):
+            updates, state = tx.update(grads, state)
+            return state, -updates
+
+        return jax.lax.scan(step, tx.init(grads[0]), grads)
+
+    grads = np.asarray(BIASED, np.float32)
+    state, means = jax.jit(jax.vmap(rank, axis_name=AXIS))(grads)
+    for number, quarters in enumerate(ONE_BIT):
+        signed = [
+            size if sign == "+" else -size
+            for signs, size in quarters.items()
+            for sign in signs
+        ]
+        expected = np.reshape(signed, (5, 6))
+        np.testing.assert_allclose(means[:, number], [expected] * 4, rtol=2e-6)
+    ((own, served),) = state.exchange
+    owed = (own.mean(0) + served[0].ravel())[:30].reshape(5, 6)
+    arrived = np.sum(means[0], 0)
+    np.testing.assert_allclose(arrived + owed, grads.mean(0).sum(0), atol=2e-6)

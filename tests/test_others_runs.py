@@ -1,8 +1,11 @@
-"""What other libraries' training made of the same input.
+"""What other libraries' training made of the same input, and laws of their tests.
 
 As in `tests/test_others.py`, each figure says whose it is: as their own tests have it,
 or as their code gave it, which was run for it.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from tests.test_laws import types
 
 AXIS, N = "workers", 2
 
@@ -113,8 +117,7 @@ def test_streaming_diloco_of_maxtext(case):
         np.testing.assert_array_equal(found[:, step - 1], np.float32(recorded))
 
 
-# microsoft/dion 0a059a4, dion.Muon(lr=0.1, mu=0.5, weight_decay=0.25,
-# adjust_lr="rms_norm")
+# microsoft/dion 0a059a4, dion.Muon(lr=0.1, mu=0.5, weight_decay=0.25, adjust_lr=...)
 # after three steps on torch 2.13.0, with its five Newton-Schulz polynomials in
 # double precision (`newton_schulz_func`; its own, in bfloat16, lies within 0.015). A
 # momentum of 1/2 and these gradients lose nothing where it casts them to bfloat16.
@@ -129,26 +132,47 @@ NEWTON_SCHULZ = (
 I, J = np.indices((4, 6))
 START = ((I * I + 2 * J) % 5 - 2) / np.float32(4)
 GRADS = np.stack([(3 * I * J + I * (s + 2) + J * J + s) % 9 - 4 for s in range(3)])
-MUON_RMS, MUON = (
-    0.2,
-    [
-        [-0.3907791, 0.0579067, 0.440977, -0.1590642, 0.2052822, -0.4941822],
-        [-0.2161282, 0.1825123, -0.4783322, 0.0155867, 0.4400215, -0.2677424],
-        [0.444905, -0.245842, 0.222071, -0.4819545, -0.0341043, 0.4216008],
-        [0.4635449, -0.2739664, 0.3208377, -0.4633146, -0.0709768, 0.4420061],
-    ],
-)
+MUON: dict[str, tuple[float | None, Any]] = {
+    "spectral_norm": (  # of the [6, 4] of torch
+        None,
+        [
+            [-0.2818031, 0.1447667, 0.4072979, -0.0500882, 0.1656331, -0.540311],
+            [-0.1927481, 0.1087084, -0.5006858, 0.0389668, 0.4049091, -0.3217837],
+            [0.4171178, -0.2670328, 0.2076053, -0.5097417, -0.0852606, 0.3588574],
+            [0.4637176, -0.3373436, 0.454522, -0.4631419, -0.1774419, 0.4098709],
+        ],
+    ),
+    "rms_norm": (
+        0.2,
+        [
+            [-0.3907791, 0.0579067, 0.440977, -0.1590642, 0.2052822, -0.4941822],
+            [-0.2161282, 0.1825123, -0.4783322, 0.0155867, 0.4400215, -0.2677424],
+            [0.444905, -0.245842, 0.222071, -0.4819545, -0.0341043, 0.4216008],
+            [0.4635449, -0.2739664, 0.3208377, -0.4633146, -0.0709768, 0.4420061],
+        ],
+    ),
+}
 
 
-def test_muon_of_dion():
+@pytest.fixture
+def promotion():
+    """As Optax's own arithmetic asks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.usefixtures("promotion")
+@pytest.mark.parametrize("adjusted", MUON)
+def test_muon_of_dion(adjusted):
     """On every replica, and on owners of whole matrices."""
+    rms, recorded = MUON[adjusted]
     muon = optax.contrib.muon(
         0.1,
         NEWTON_SCHULZ,
         beta=0.5,
         weight_decay=0.25,
         nesterov=False,
-        consistent_rms=MUON_RMS,
+        consistent_rms=rms,
     )
     start = [jnp.asarray(START), jnp.asarray(-START)]
 
@@ -169,11 +193,8 @@ def test_muon_of_dion():
         ]
 
     own = np.array([-0.5, 0.5])  # their mean is the recorded gradient
-    # As Optax's own arithmetic asks.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = jax.jit(jax.vmap(both, axis_name=AXIS))(own)
-    for first, second in found:
-        np.testing.assert_allclose(first, [MUON] * N, rtol=0, atol=2e-6)
+    for first, second in jax.jit(jax.vmap(both, axis_name=AXIS))(own):
+        np.testing.assert_allclose(first, [recorded] * N, rtol=0, atol=2e-6)
         np.testing.assert_allclose(second, -first, rtol=0, atol=1e-6)
 
 
@@ -220,3 +241,111 @@ def test_stale_gradients_of_tensorflow():
         assert workers - sum(applied[:workers]) == stale_counter
         np.testing.assert_array_equal(found, np.cumsum(applied))
         np.testing.assert_array_equal(histories["v1"][number], found + 1)
+
+
+contrib: Any = optax.contrib
+# google-deepmind/optax 2edbcbe, contrib/_common_test.py: the optimizers of its laws.
+CONTRIBUTED: dict[str, Any] = {
+    "acprop": contrib.acprop(1e-3),
+    "ademamix": contrib.ademamix(1e-3),
+    "simplified_ademamix": contrib.simplified_ademamix(1e-3),
+    "adopt": contrib.adopt(1e-2),
+    "cocob": contrib.cocob(),
+    "cocob, decayed": contrib.cocob(weight_decay=1e-2),
+    "dadapt_adamw": contrib.dadapt_adamw(1e-1),
+    "dog": contrib.dog(1.0),
+    "dowg": contrib.dowg(1.0),
+    "madgrad": contrib.madgrad(1e-2),
+    "momo": contrib.momo(1e-1),
+    "momo_adam": contrib.momo_adam(1e-1),
+    "muon": contrib.muon(1e-2),
+    "prodigy": contrib.prodigy(1e-1),
+    "schedule_free_sgd": contrib.schedule_free_sgd(1e-2, warmup_steps=5000),
+    "schedule_free_adamw": contrib.schedule_free_adamw(1e-2, warmup_steps=5000),
+    "sophia": contrib.sophia(1e-2),
+    "galore": contrib.galore(1e-2, rank=8),
+    "mechanize": contrib.mechanize(optax.sgd(1e-1), weight_decay=0.0),
+    "schedule_free": contrib.schedule_free(optax.sgd(1e-2), learning_rate=1e-2),
+    "reduce_on_plateau": optax.chain(optax.sgd(1e-3), contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.usefixtures("promotion")
+def test_laws_of_optaxs_contributed_optimizers():
+    """Traced in half precision, in `cross_shard`: what its tests ask of each alone.
+
+    It takes arguments that it does not know, and a value of another precision; its
+    state can be mapped over; state and updates keep their types, in a conditional too;
+    its updates are of the parameters' dtype.
+    """
+
+    def objective(params):
+        return jnp.sum(params**2)
+
+    def replica(params, tx, more):
+        value, grads = jax.value_and_grad(objective)(params)
+        state = tx.init(params)
+        mapped = optax.tree_utils.tree_map_params(tx, lambda x: x, state)
+        more = more | {"value": value.astype(jnp.float16), "nobody_expects": 1}
+        update = jax.lax.cond(
+            params[0] > 0,
+            lambda: tx.update(grads, state, params, **more),
+            lambda: (params, state),
+        )
+        return (params, state), (params, mapped), update
+
+    for name, inner in CONTRIBUTED.items():
+        tx = oxs.cross_shard(inner, AXIS)
+        more = {"obj_fn": objective} if name == "sophia" else {}
+        run = jax.vmap(functools.partial(replica, tx=tx, more=more), axis_name=AXIS)
+        before, *others = jax.eval_shape(run, jax.ShapeDtypeStruct((N, 2), "bfloat16"))
+        for after in others:
+            assert jax.tree.structure(after) == jax.tree.structure(before), name
+            assert types(after) == types(before), name
+
+
+# Of those, whose rate may be a schedule: with the rate that its tests give, and what
+# they keep out of `optax.inject_hyperparams`.
+SCHEDULED: dict[str, tuple[Any, float, str]] = {
+    "adopt": (contrib.adopt, 1e-2, "clip_value_fn"),
+    "muon": (contrib.muon, 1e-2, "ns_steps"),
+}
+
+
+@pytest.mark.usefixtures("promotion")
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_rates_and_accumulation_as_optax_tests_them(name):
+    """In `cross_shard`, ten steps at a constant schedule or an injected rate are equal.
+
+    And four accumulated gradients move it in the fourth, as their mean does.
+    """
+    make, rate, static = SCHEDULED[name]
+    schedule = optax.constant_schedule(rate)
+    injected = optax.inject_hyperparams(make, static)(learning_rate=rate)
+    plain, *equal = (
+        oxs.cross_shard(inner, AXIS) for inner in (make(rate), make(schedule), injected)
+    )
+    late = optax.MultiSteps(plain, 4).gradient_transformation()
+    start = jnp.array([[-1.0, 10.0], [1.0, 3.0]])
+
+    def run(tx, own):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(2 * params + own, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        return jax.lax.scan(step, (start, tx.init(start)), length=10)[1]
+
+    def replica(own):
+        return [run(tx, own) for tx in (plain, *equal, late)]
+
+    found = jax.jit(jax.vmap(replica, axis_name=AXIS))(np.array([-1.0, 1.0]))
+    plain, *equal, late = map(np.asarray, found)
+    assert (plain[0] == plain[1]).all() and (plain[0, 0] != plain[0, 9]).all()
+    for other in equal:
+        np.testing.assert_allclose(other, plain, rtol=1e-5)
+    assert (late[:, :3] == np.asarray(start)).all()
+    np.testing.assert_allclose(
+        late[:, 3:10], plain[:, [0, 0, 0, 0, 1, 1, 1]], rtol=1e-6
+    )
