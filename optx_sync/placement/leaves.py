@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each array of a tree, with the fields that hold it, and what these say of it.
 
-When the states of several workers are field together, what is equal on all of them
+When the states of several workers are stacked, what is equal on all of them
 (counters, the center) has no worker axis, and all else has one in front. Fields that
 follow the parameters have a worker axis only if the parameters do.
 """
