@@ -65,6 +65,37 @@ FED = {
 }
 
 
+def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
+    """XLA gathers a worker's codes on each of its shards where their axis is its own.
+
+    A sharding constraint does not keep it from that. Where the program is manual over
+    the shards' axis too, a shard codes and sends what it has.
+    """
+    exchange, mesh = quantized(), mesh_of({AXIS: REPLICAS, "inside": 2})
+    tree = {name: TREE[name] for name in ("matrix", "half")}
+    specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
+
+    def meet(tree):
+        mean = exchange.meet(by_hand.first(tree), (), AXIS)[0]
+        return jax.tree.map(lambda x: x[None], mean)
+
+    mapped_by_hand = jax.jit(
+        jax.shard_map(meet, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    )
+    found = {row.kind: row.bytes for row in oxs.audit.collectives(mapped_by_hand, tree)}
+    own = (300 * 33 + 500) // REPLICAS  # numbers of a piece of a shard
+    for kind, pieces in (("all-to-all", REPLICAS), ("all-gather", 1)):
+        assert own * pieces <= found[kind] <= 1.04 * own * pieces
+
+
+SHARDS = {"rows": jax.P("inside"), "columns": jax.P(None, "inside"), "whole": jax.P()}
+FED = {
+    "quantized": error_feedback(quantized(4, 16)),
+    "top_k": error_feedback(top_k(4, 16, bits=2)),
+    "power_sgd": error_feedback(power_sgd(1)),
+}
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", FED)
 def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):

@@ -244,6 +244,7 @@ SILENT = oxs.exchange.Exchange(
     lambda tree, state, axis, **more: oxs.exchange.Met(oxs.reduce(tree, axis)),
 )
 TUPLE = by_hand(lambda mean, state: (mean, None, state))
+KEEPING = by_hand(lambda mean, state: oxs.exchange.Met(mean, state=mean))
 
 
 def step_with(exchange):
@@ -254,6 +255,7 @@ def step_with(exchange):
 
 @table(r"""
 step_with(TUPLE)  # TypeError: oxs.exchange.Met; this one returned a tuple
+step_with(KEEPING)  # ValueError: declares remembers=False, .* which nobody keeps
 error_feedback(SILENT)
 oxs.sync_replicas(optax.sgd(0.1), "workers", 2, exchange=SILENT)
     # ValueError: this one does not declare
