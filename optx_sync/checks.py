@@ -2,10 +2,11 @@
 """Argument checks of the wrappers, and explanations of JAX's own errors."""
 
 import contextlib
+import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
@@ -40,12 +41,24 @@ def _showing(
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
+            known = _keywords(kwargs, signature)
             raise TypeError(
-                f"{function.__name__}: {error}. Write for example {call}."
+                f"{function.__name__}: {error}.{known} Write for example {call}."
             ) from None
         return function(*args, **kwargs)
 
     return checked
+
+
+def _keywords(given: Iterable[str], signature: inspect.Signature) -> str:
+    """The keyword probably meant by one that a function lacks, or all it has."""
+    unknown = [name for name in given if name not in signature.parameters]
+    if not unknown:
+        return ""
+    near = difflib.get_close_matches(unknown[0], signature.parameters, 1)
+    if near:
+        return f" Did you mean {near[0]}?"
+    return f" Its arguments are {', '.join(signature.parameters)}."
 
 
 def check_inner(

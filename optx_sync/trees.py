@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
+import inspect
 import sys
 from typing import Any, TypeAlias, TypeVar
 
@@ -137,10 +138,11 @@ def check_arrays(tree: Tree, what: str, root: str = "the root") -> None:
 
 def check_transformation(tx: object, name: str, call: str) -> None:
     """Refuse what is no Optax transformation, such as a function that makes one."""
+    swapped = " Have two arguments changed places?" if isinstance(tx, str) else ""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"{name} must be an Optax gradient transformation; got {brief(tx)}. Write "
-            f"for example {call}."
+            f"{name} must be an Optax gradient transformation; got {brief(tx)}."
+            f"{swapped}{call_it(tx)} Write for example {call}."
         )
 
 
@@ -156,6 +158,11 @@ def brief(x: object) -> str:
     text = repr(x)
     text = text if len(text) <= LONGEST_TEXT else "one"
     return f"{text} of type {type(x).__name__}"
+
+
+def call_it(x: object) -> str:
+    """How to mend it, for a message, if a function was given for what it returns."""
+    return f" Call it: {x.__name__}(...)." if inspect.isroutine(x) else ""
 
 
 def is_finite(tree: Tree) -> jax.Array:

@@ -284,6 +284,53 @@ CODE = {
     "Another number of workers in the middle of a round": (
         BEGIN + STEP + RUN + "workers.resize((params, opt_state), 6)"
     ),
+    "A number for the outer optimizer": 'oxs.diloco(optax.sgd(0.1), "w", outer=0.7)',
+    "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',
+    "A keyword with a letter missing": (
+        'oxs.elastic_average(optax.sgd(0.1), "workers", num_worker=8, rho=0.0)'
+    ),
+    "Optimizer and axis changed places": 'oxs.diloco("workers", optax.adamw(0.1))',
+    "The axis forgotten": "oxs.diloco(optax.adamw(0.1))",
+    "An optimizer that was not called": 'oxs.diloco(optax.adamw, "workers")',
+    "An exchange that was not called": (
+        'oxs.diloco(optax.sgd(0.1), "workers", exchange=oxs.exchange.quantized)'
+    ),
+    "TensorFlow's list of variables to average": (
+        "average = {'variable_averages': 0.9, 'variables_to_average': ['w']}\n"
+        'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
+    ),
+    "A folder for the manager of checkpoints": BEGIN + "workers.restore(folder)",
+    "Another number of workers with parts and delay": (
+        'tx = oxs.diloco(optax.sgd(0.1), "workers", communication_period=4,\n'
+        "    fragments=2, delay=1)\n"
+        'params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}\n'
+        "opt_state = tx.init(params)\n"
+        + BEGIN
+        + "workers.resize((params, opt_state), 6)"
+    ),
+    "An exchange of one's own that reduces a constant": (
+        "def meet(tree, state, axis, *, weight=None):\n"
+        '    number = oxs.reduce(jnp.ones(3), axis, reduction="sum")\n'
+        "    return oxs.exchange.Met(oxs.reduce(tree, axis), number)\n"
+        "mine = oxs.exchange.Exchange(lambda tree: (), meet, linear=True)\n"
+        'tx = oxs.cross_shard(optax.sgd(0.1), "workers", exchange=mine)\n'
+        + WITH.replace("workers.", "mesh8.")
+    ),
+    "Specs with other names than the parameters": (
+        'names = ("workers", "parts")\n'
+        "mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Auto,) * 2)\n"
+        'specs = {"weights": jax.P("parts")}\n'
+        'workers = oxs.Workers(2, "workers", mesh=mesh, specs=specs)\n'
+        'tx = oxs.local_sgd(optax.sgd(0.1), "workers",\n'
+        "    exchange=oxs.exchange.quantized())\n" + WITH
+    ),
+    "A metric object in the state, such as `nnx.MultiMetric`": (
+        'seen = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))\n'
+        "seen = workers.start(seen)\n"
+        "workers.step(lambda seen, x: seen.update(loss=x.mean()))(seen, inputs)\n"
+        'found = jnp.mean(seen.compute()["loss"])\n'
+        "np.testing.assert_allclose(found, inputs.mean(), rtol=1e-5)"
+    ),
     "More workers than the mesh has positions": (
         'workers = oxs.Workers(8, "workers", mesh=jax.make_mesh((8,), ("workers",)))\n'
         + BEGIN

@@ -24,7 +24,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import integer
-from optx_sync.trees import brief
+from optx_sync.trees import brief, call_it
 
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
 CenterMemory: TypeAlias = Literal["device", "pinned_host"]
@@ -181,7 +181,8 @@ def check_rule(rule: object, call: str) -> None:
     """Refuse anything but a `CenterRule`, showing `call`, and names it cannot read."""
     if not isinstance(rule, CenterRule):
         raise TypeError(
-            f"rule must be a CenterRule; got {brief(rule)}. Write for example {call}."
+            f"rule must be a CenterRule; got {brief(rule)}.{call_it(rule)} Write for "
+            f"example {call}."
         )
     known = get_args(Array)
     if not (isinstance(rule.reads, tuple) and set(rule.reads) <= set(known)):

@@ -45,6 +45,7 @@ from optx_sync.checks import (
     floating,
     one_of,
     refuse_placeholder,
+    shows_call,
 )
 from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, axis_size, check_axis_name
@@ -65,7 +66,10 @@ from optx_sync.step import (
 )
 from optx_sync.trees import Tree
 
+_CALL = "oxs.center_variable(optax.sgd(0.1), oxs.rules.local_sgd(), 'workers')"
 
+
+@shows_call(_CALL)
 def center_variable(
     inner: optax.GradientTransformation,
     rule: CenterRule,
@@ -151,9 +155,8 @@ def center_variable(
         >>> jax.vmap(step, axis_name="workers")(jnp.array([1.0, 3.0])).tolist()
         [1.0, 1.0]
     """
-    call = "oxs.center_variable(optax.sgd(0.1), oxs.rules.local_sgd(), 'workers')"
-    inner = check_inner(inner, call)
-    check_rule(rule, call)
+    inner = check_inner(inner, _CALL)
+    check_rule(rule, _CALL)
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)

@@ -59,6 +59,13 @@ class How(NamedTuple):
 # What is read of a `Measured`.
 _MEASURED = "contribution_norm", "agreement", "update_norm", "contributors"
 
+# How nothing is lost where the number of workers changes.
+_AFTER_A_ROUND = "Resize after one, when oxs.metrics(state).steps_since_round is 0."
+_UNDER_WAY = (
+    "With fragments or delay this is so after every step: accept the loss (leave "
+    "strict out), or go on with as many workers."
+)
+
 
 def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
@@ -190,8 +197,8 @@ class CenterState(NamedTuple):
             **{name: or_none(getattr(measured, name, ())) for name in _MEASURED},
         )
 
-    def lost_by_resize(self, fewer: bool) -> list[str]:
-        """What a change of the number of workers loses in the middle of a round."""
+    def lost_by_resize(self, fewer: bool) -> list[tuple[str, str]]:
+        """(what another number of workers loses inside of a round, how not to)."""
         if self.how.alone:
             return []  # Other workers are none of its own.
         steps = int(jnp.ravel(self.steps_since_round)[0])
@@ -206,12 +213,15 @@ class CenterState(NamedTuple):
         learned = fields.kind_of(state, "center").lands == "everyone"
         if _has_parts(self):
             if fewer:
-                lost += ["what leaving workers have learned since their parts met"]
+                what = "what leaving workers have learned since their parts met"
+                lost.append((what, _UNDER_WAY))
         elif steps and (learned or jax.tree.leaves(self.accumulated)):
             what = "have learned" if learned else "accumulated"
-            lost += [f"what workers {what} in {steps} step(s) since their last round"]
+            what = f"what workers {what} in {steps} step(s) since their last round"
+            lost.append((what, _AFTER_A_ROUND))
         if isinstance(self.pending, Outgoing):
-            lost += ["what workers contributed to the sum of the next step"]
+            what = "what workers contributed to the sum of the next step"
+            lost.append((what, _UNDER_WAY))
         return lost
 
 

@@ -130,7 +130,16 @@ def reduce_and_sum(
         check_group_assignment(group_assignment, size)
         groups = Groups(axes, group_assignment)
     collectives.reducible(axes)
-    require_local(tree, axis_name)
+    require_local(
+        tree,
+        axis_name,
+        mend="Leave it as it is; or, if each replica is to count, reduce "
+        f"oxs.localize(x, {axis_name!r}). For a gradient write `params = "
+        f"oxs.localize(params, {axis_name!r})` before jax.grad.",
+        why="So it is equal on all replicas already: a constant, what was reduced "
+        "before, or the gradient of a replicated parameter, which autodiff has already "
+        "summed.",
+    )
 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
     leaves = [x if is_slices(x) else jnp.asarray(x) for x in leaves]

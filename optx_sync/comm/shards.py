@@ -286,11 +286,13 @@ def spec_like(
 def _asked(specs: Specs, path: Any, x: Any, sizes: Mapping[str, int]) -> PartitionSpec:
     spec = spec_of(specs, names_of(path), jnp.shape(x), sizes)
     if spec is None:
+        known = [".".join(names) for names, _ in specs]
+        known = ", ".join(known[:3] + ["..."] * (len(known) > 3)) or "no parameter"
         raise ValueError(
             f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be sent, "
-            "and specs says nothing of it. specs= of map_workers and Workers is a tree "
-            "like one worker's parameters, or like its first levels, of their "
-            "PartitionSpecs."
+            f"and specs says nothing of it: it has {known}. specs= of map_workers and "
+            "Workers is a tree like one worker's parameters, with the same names, or "
+            "like its first levels, of their PartitionSpecs."
         )
     return spec
 

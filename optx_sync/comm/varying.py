@@ -99,13 +99,24 @@ def axes_of(tree: Tree) -> frozenset[str]:
     return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
+_SUMMED = (
+    "Inside jax.shard_map(check_vma=True) autodiff has already summed the gradient of "
+    "a replicated parameter, unless this program has averaged it before (oxs.reduce, "
+    "jax.lax.pmean); reducing it again would be wrong."
+)
+
+
 def require_local(
-    tree: Tree, axis_name: AxisName, what: str = "leaf", mend: str | None = None
+    tree: Tree,
+    axis_name: AxisName,
+    what: str = "leaf",
+    mend: str | None = None,
+    why: str = _SUMMED,
 ) -> None:
     """Refuse a tree with a leaf that is known to be equal on all replicas already.
 
     Autodiff or the user has reduced such a leaf, and reducing it again would be
-    silently wrong. `mend` ends the message: it says what the user can do.
+    silently wrong. `why` says how that came, and `mend` what the user can do.
     """
     for axis, path, kind in _leaves_that(tree, axis_name, varies=False):
         mend = mend or (
@@ -116,10 +127,7 @@ def require_local(
         )
         raise VaryingTypeError(
             f"The {what} at {path} does not vary over the mesh axis {axis!r}: its type "
-            f"is {kind}. Inside jax.shard_map(check_vma=True) autodiff has already "
-            "summed the gradient of a replicated parameter, unless this program has "
-            "averaged it before (oxs.reduce, jax.lax.pmean); reducing it again would "
-            f"be wrong. {mend}"
+            f"is {kind}. {why} {mend}"
         )
 
 

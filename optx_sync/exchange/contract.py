@@ -28,7 +28,7 @@ from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import as_weight, own_weight, reduce
 from optx_sync.comm.varying import localize
 from optx_sync.shapes import Array, Bool, Float, Shaped
-from optx_sync.trees import Tree, brief, is_slices, leaves_with_names
+from optx_sync.trees import Tree, brief, call_it, is_slices, leaves_with_names
 
 # Scalars that may travel with the arrays, by name.
 Scalars: TypeAlias = dict[str, Shaped[Array, ""]]
@@ -199,7 +199,7 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
     if not isinstance(exchange, Exchange):
         raise TypeError(
             "exchange must be one of oxs.exchange, or an oxs.exchange.Exchange of your "
-            f"own; got {brief(exchange)}. Write for "
+            f"own; got {brief(exchange)}.{call_it(exchange)} Write for "
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
     return exchange._replace(meet=_on_shards(exchange, _complete(exchange)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of an Orbax checkpoint, by their names."""
 
+import os
 import re
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +12,15 @@ from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import by_name
 from optx_sync.forms import Form
 from optx_sync.trees import names_of
+
+
+def check_manager(manager: Any) -> None:
+    """Refuse a folder in place of the manager of its checkpoints."""
+    if isinstance(manager, str | os.PathLike):
+        raise TypeError(
+            f"restore takes an Orbax CheckpointManager; got {str(manager)!r} of type "
+            f"{type(manager).__name__}. Pass ocp.CheckpointManager(folder)."
+        )
 
 
 def saved(manager: Any, step: int | None) -> tuple[dict[Names, Any], Any]:

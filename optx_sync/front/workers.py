@@ -520,6 +520,7 @@ class Workers:
             The state, placed. NNX objects are new ones.
 
         Raises:
+            TypeError: A folder in place of the manager.
             ValueError: No checkpoint; nothing was started; the checkpoint of
                 another state; with `compare`, one in which workers differ.
 
@@ -537,6 +538,7 @@ class Workers:
         """
         import orbax.checkpoint as ocp
 
+        checkpoints.check_manager(manager)
         step = manager.latest_step() if step is None else step
         started = self._started if like is None else forms.split(like)
         if started is None:

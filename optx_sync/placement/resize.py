@@ -83,8 +83,8 @@ def _begins(leaf: Leaf) -> int:
     return [fields.OWN, *leaf.kinds][-1].begins
 
 
-def _lost(leaves: list[Leaf], fewer: bool) -> list[str]:
-    """What the states say they lose; levels inside of others keep their size."""
+def _lost(leaves: list[Leaf], fewer: bool) -> list[tuple[str, str]]:
+    """(what the states say they lose, how not to); levels inside keep their size."""
     states = {}
     for leaf in leaves:
         for field in leaf.around:
@@ -92,7 +92,7 @@ def _lost(leaves: list[Leaf], fewer: bool) -> list[str]:
                 states[id(field.node)] = field.node
             if field.level and field.name == "inner":
                 break
-    return [what for x in states.values() for what in x.lost_by_resize(fewer)]
+    return [lost for x in states.values() for lost in x.lost_by_resize(fewer)]
 
 
 class _Resizing(NamedTuple):
@@ -234,13 +234,12 @@ def _arrays(state: Tree, like: Tree, most: int, replicated: bool) -> list[_Array
     return found
 
 
-def _say(lost: list[str], strict: bool) -> None:
+def _say(lost: list[tuple[str, str]], strict: bool) -> None:
     if not lost:
         return
-    message = (
-        f"resize in the middle of a round drops {', '.join(lost)}. Resize after one, "
-        "when oxs.metrics(state).steps_since_round is 0 or an update has been made."
-    )
+    what, mends = (dict.fromkeys(words) for words in zip(*lost, strict=True))
+    drops = f"resize in the middle of a round drops {', '.join(what)}."
+    message = " ".join([drops, *mends])
     if strict:
         raise ValueError(message)
     warnings.warn(message, stacklevel=4)

@@ -46,7 +46,18 @@ def start_averages(
     if trees.is_placeholder(params):
         return params
     mask = mask(params) if callable(mask) else mask
-    mask = jax.tree.broadcast(True if mask is None else mask, params)
+    mask = True if mask is None else mask
+    fits = not any(isinstance(x, str) for x in jax.tree.leaves(mask))
+    try:
+        mask = jax.tree.broadcast(mask, params)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            "variables_to_average is a tree of bools like the parameters, or like its "
+            "first levels, or a function of them that returns one; got "
+            f"{trees.brief(mask)}. Write for example {{'out': True, 'hidden': False}}."
+        )
 
     def start(selected, param):
         if not selected or not trees.is_inexact(param.dtype):

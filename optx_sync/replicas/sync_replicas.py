@@ -28,6 +28,8 @@ from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation, take_weight
 from optx_sync.trees import Tree
 
+_CALL = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
+
 # Flags for the last gradient, or counts of all gradients.
 Outcome: TypeAlias = Bool[Array, ""] | Int32[Array, ""]
 
@@ -126,11 +128,13 @@ class SyncReplicasState(NamedTuple):
             outliers=or_none(info.outliers),
         )
 
-    def lost_by_resize(self, fewer: bool) -> list[str]:
-        """What a change of the number of replicas loses in the middle of an update."""
+    def lost_by_resize(self, fewer: bool) -> list[tuple[str, str]]:
+        """(what another number of replicas loses before an update, how not to)."""
         del fewer
         waiting = int(jnp.ravel(self.accumulated)[0])
-        return [f"{waiting} gradient(s) accumulated for the next update"][: waiting > 0]
+        what = f"{waiting} gradient(s) accumulated for the next update"
+        mend = "Resize right after an update, when nothing has been accumulated."
+        return [(what, mend)][: waiting > 0]
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
@@ -147,6 +151,7 @@ class SyncReplicasState(NamedTuple):
         return jax.tree.map(own, self.averages, params, is_leaf=trees.is_masked)
 
 
+@checks.shows_call(_CALL)
 def sync_replicas(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -231,7 +236,7 @@ def sync_replicas(
         >>> params[0].tolist(), used.tolist()
         ([-1.0, -2.0], [True, False, True])
     """
-    inner = checks.check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
+    inner = checks.check_inner(inner, _CALL)
     collectives.check_axis_name(axis_name)
     required, total = tokens.check_replicas(replicas_to_aggregate, total_num_replicas)
     averages.check_averages(variable_averages)

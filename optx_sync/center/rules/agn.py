@@ -7,11 +7,12 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner, one_of
+from optx_sync.checks import check_inner, one_of, shows_call
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import Reduction
 
 Accumulate = Literal["gradients", "updates"]
+_CALL = "oxs.agn(optax.adamw(1e-3), 'workers', communication_period=10)"
 
 
 def agn_rule(
@@ -29,7 +30,7 @@ def agn_rule(
             "has no part in it. Leave outer out, or pass accumulate='gradients'."
         )
     if accumulate == "gradients":
-        outer = check_inner(outer, "oxs.rules.agn(optax.sgd(0.1))")
+        outer = check_inner(outer, "oxs.rules.agn(optax.sgd(0.1))", "outer")
     return CenterRule(
         contribute=lambda own, center, at: (
             own.accumulated / at.steps.astype(own.accumulated.dtype)
@@ -42,6 +43,7 @@ def agn_rule(
     )
 
 
+@shows_call(_CALL)
 @spelled_out
 def agn(
     inner: optax.GradientTransformation,
@@ -108,6 +110,7 @@ def agn(
         Hermans, Spanakis, Moeckel, "Accumulated Gradient Normalization", 2017, arXiv
         1710.02368. TensorFlow 1.15, `tf.contrib.opt.AGNOptimizer`.
     """
+    check_inner(inner, _CALL)
     if outer is None and accumulate == "gradients":
         outer = inner
     return center_variable(

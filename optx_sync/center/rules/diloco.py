@@ -7,8 +7,10 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner
+from optx_sync.checks import check_inner, shows_call
 from optx_sync.comm.collectives import AxisName
+
+_CALL = "oxs.diloco(optax.adamw(1e-3), 'workers', communication_period=500)"
 
 
 def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:
@@ -19,7 +21,7 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
         # Optax negates: the gradient points from where the worker went to the center.
         contribute=lambda own, center, at: own.taken - own.params,
         outer=check_inner(
-            outer, "oxs.rules.diloco(optax.sgd(0.7, 0.9, nesterov=True))"
+            outer, "oxs.rules.diloco(optax.sgd(0.7, 0.9, nesterov=True))", "outer"
         ),
         mean_over="workers",
         reads=("params", "taken"),
@@ -27,6 +29,7 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
     )
 
 
+@shows_call(_CALL)
 @spelled_out
 def diloco(
     inner: optax.GradientTransformation,
@@ -82,6 +85,7 @@ def diloco(
         Models", 2023, arXiv 2311.08105. Charles et al., "Communication-Efficient
         Language Model Training Scales Reliably and Robustly", 2025, arXiv 2503.09799.
     """
+    check_inner(inner, _CALL)
     return center_variable(
         inner,
         diloco_rule(outer),
