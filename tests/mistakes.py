@@ -324,6 +324,14 @@ CODE = {
         'tx = oxs.local_sgd(optax.sgd(0.1), "workers",\n'
         "    exchange=oxs.exchange.quantized())\n" + WITH
     ),
+    "Specs as variables, `nnx.get_partition_spec(nnx.state(model, nnx.Param))`": (
+        'names = ("workers", "parts")\n'
+        "mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Auto,) * 2)\n"
+        'specs = nnx.State({"w": nnx.Param(jax.P("parts"))})\n'
+        'workers = oxs.Workers(2, "workers", mesh=mesh, specs=specs)\n'
+        'placed = workers.start(({"w": jnp.zeros((4, 3))},))[0]["w"].sharding.spec\n'
+        'assert placed == jax.P("workers", "parts")'
+    ),
     "A metric object in the state, such as `nnx.MultiMetric`": (
         'seen = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))\n'
         "seen = workers.start(seen)\n"

@@ -26,7 +26,7 @@ from optx_sync.comm.collectives import (
     vary,
     without_types,
 )
-from optx_sync.trees import Tree, is_masked, names_of, path_name
+from optx_sync.trees import Tree, is_masked, names_of, path_name, pure
 
 Names: TypeAlias = tuple[str, ...]  # in a path
 # The specs of one worker's parameters by the names in their paths.
@@ -67,6 +67,8 @@ def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Spec
     """
     found = []
     inner = {name: n for name, n in sizes.items() if name not in check_axis_name(axes)}
+    # nnx.get_partition_spec leaves variables around them, which parameters lose.
+    specs = pure(specs)
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         if not is_spec(spec):
             raise TypeError(

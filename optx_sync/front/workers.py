@@ -57,7 +57,8 @@ class Workers:
             of the available devices.
         specs: On a mesh with further axes, how one worker's parameters are sharded
             over these: a tree of `PartitionSpec` like the parameters, or like its
-            first levels. State that belongs to a parameter is sharded like it, from
+            first levels; with Flax, `nnx.get_partition_spec(nnx.state(model,
+            nnx.Param))`. State that belongs to a parameter is sharded like it, from
             `start` on, and in a meeting each device sends its own shards, whatever
             the exchange. `None`: shards stay as `start` finds them, the compiler
             lays out what a step makes, and exchanges with codes code whole arrays
