@@ -110,6 +110,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     if name in __dir__():
         return importlib.import_module(f"optx_sync.{name}")
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("optx-sync")
     raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")
 
 

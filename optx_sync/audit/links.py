@@ -96,7 +96,8 @@ def time(
     Args:
         rows: What `collectives` found, or `Collective`s of a planned program. With
             `quiet`, those of the step that meets.
-        gbits: Gbit/s that one device sends: the link of a host of 8 devices, by 8.
+        gbits: Gbit/s that one device can send: on a host of 8 devices, those of the
+            host's link divided by 8.
         step_seconds: Seconds that a step computes.
         latency: Seconds that each collective takes beside its bytes.
         period: H. Rows in conditionals count once in it.

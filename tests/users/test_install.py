@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import optx_sync as oxs
+
 ROOT = Path(__file__).parents[2]
 # The CPU seconds of this package when Optax, and with it JAX, is there, as a share of
 # theirs: about the same on every machine, and beside other tests.
@@ -36,6 +38,14 @@ def asked_for(extras):
             yield one
         for extra in one.extras if one.name == "optx-sync" else ():
             left += project["optional-dependencies"][extra]
+
+
+def test_the_version_is_one():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert newest and cited
+    assert oxs.__version__ == version == newest[1] == cited[1]
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
