@@ -328,6 +328,7 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
     def waits(workers):
         return sync_server(1, workers, checkpoint_dir=tmp_path / "waits")
 
+    # The rule is a NamedTuple without state: all calls may have the same one.
     def part(name, rule=oxs.rules.local_sgd(), num_servers=2, **settings):  # noqa: B008
         settings |= {"checkpoint_dir": tmp_path / name, "num_servers": num_servers}
         return Server(PARAMS, rule, num_workers=1, **settings)
