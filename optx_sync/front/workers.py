@@ -448,7 +448,7 @@ class Workers:
             n: How many continue; for several axes a tuple, whose first number may
                 change. `None`: as many as these workers are.
             joiners: As for `oxs.by_hand.resize`, whose `"fresh"` needs the
-            transformation.
+                transformation.
             strict: Refuse a resize in the middle of a round that would lose
                 something.
 
