@@ -18,7 +18,7 @@ import optax
 
 import optx_sync as oxs
 
-PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "combinations.md"
 PACKAGE = Path(oxs.__file__).parent
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.ones((4, 2)), "v": jnp.ones(6)}

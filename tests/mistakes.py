@@ -349,6 +349,7 @@ CODE = {
 
 def told() -> dict[str, str]:
     """What the page says to each mistake."""
-    rows = [x for x in PAGE.read_text().splitlines() if x.startswith("| ")][1:]
+    table = PAGE.read_text().partition("| what was done | what is said |\n")[2]
+    rows = [x for x in table.partition("\n\n")[0].splitlines() if x.startswith("| ")]
     halves = (row[2:-2].split(" | ", 1) for row in rows)
     return {what: said.strip("`").replace("\\|", "|") for what, said in halves}

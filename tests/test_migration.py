@@ -13,7 +13,9 @@ import optax
 
 import optx_sync as oxs
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "migration.md"
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = "migrate-tensorflow reference/from-wrappers reference/from-optimizers"
+TEXT = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES.split())
 
 BASE = "use_locking name"
 FORWARDED = "get_slot get_slot_names variables"
@@ -112,7 +114,7 @@ BEHAVIOURS = {
 def _rows():
     """Of each section: the first column's names -> what the second one says."""
     sections = {}
-    for part in re.split(r"^##+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^##+ ", TEXT, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
         rows = sections.setdefault(title.strip(), {})
         for original, write in re.findall(
@@ -141,7 +143,7 @@ def test_every_name_has_its_row():
 
 def test_every_behaviour_has_its_row():
     for original, behaviours in BEHAVIOURS.items():
-        section = re.split(rf"^##+ {original}$", PAGE.read_text(), flags=re.MULTILINE)
+        section = re.split(rf"^##+ {original}$", TEXT, flags=re.MULTILINE)
         for behaviour in behaviours:
             assert f"\n| {behaviour}" in re.split("\n##", section[1])[0], behaviour
 
@@ -149,7 +151,7 @@ def test_every_behaviour_has_its_row():
 def test_every_recorded_refusal_of_the_originals_has_its_row():
     rows = ROWS["What the originals refuse"]
     seen = set()
-    for record in sorted((PAGE.parents[1] / "tests" / "golden").glob("errors_*.json")):
+    for record in sorted((ROOT / "tests" / "golden").glob("errors_*.json")):
         for probe in json.loads(record.read_text())["probes"]:
             if not probe["accepted"]:
                 found = {row for row in rows if row in probe["message"]}
@@ -159,7 +161,7 @@ def test_every_recorded_refusal_of_the_originals_has_its_row():
 
 
 def test_every_name_here_exists():
-    names = set(re.findall(r"\boxs(?:\.[A-Za-z_][A-Za-z_0-9]*)+", PAGE.read_text()))
+    names = set(re.findall(r"\boxs(?:\.[A-Za-z_][A-Za-z_0-9]*)+", TEXT))
     assert len(names) > 40
     for name in names | {"optx_sync.flax.SyncTrainState"}:
         pkgutil.resolve_name(name.replace("oxs.", "optx_sync.", 1))

@@ -44,7 +44,10 @@ def applied(lines, block):
 def programs(style):
     """The plain one, and what its page makes of it; their lines, without blank ones."""
     plain = (ROOT / "examples" / "adopt" / f"plain_{style}.py").read_text()
-    page = (ROOT / "docs" / f"in-{style}.md").read_text()
+    page = (ROOT / "docs" / "your-program.md").read_text()
+    title = {"nnx": "Flax NNX", "linen": "Flax Linen"}.get(style, style.title())
+    section = re.split("^#+ (?=Flax|Equinox|pmap)", page, flags=re.MULTILINE)
+    (page,) = (x for x in section if x.lower().startswith(title.lower()))
     steps = (TWO_LINES if style == "pmap" else {}) | STEPS
     made = {"plain": [x for x in plain.splitlines() if x.strip()]}
     blocks = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
