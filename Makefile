@@ -2,7 +2,8 @@
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
 #   make test    ruff, and the whole test suite, of which pyright is a part
 # And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
-# short form into benchmarks/results-quick); make docs, the pages in site/; make format.
+# short form into benchmarks/results-quick); make docs, the pages in site/; make format;
+# make dist try-sdist try-wheel, what a release is made of (CONTRIBUTING.md).
 # PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
 # What is installed are the versions that were tried with this Python; NEWEST=1 takes the
 # newest of everything, in an environment beside.
@@ -18,7 +19,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce faults deaths tpu gpu docs constraints clean
+.PHONY: demo test fuzz mutants lint format bench reproduce faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -104,6 +105,26 @@ tpu gpu: %: .venv-%/installed
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
+
+# The sdist, the wheel that is built from it, and what an index would say of them.
+dist:
+	rm -rf dist .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build twine
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+
+# All tests in an empty environment, far from the checkout, of what is in dist/: of the
+# sdist, `pip install '.[test]'` and `pytest` in its folder; of the wheel, the same tests
+# with the installed files in place of the folder's own.
+try-sdist try-wheel: try-%:
+	set -e; dist=$$PWD/dist; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
+	tar xf $$dist/optx_sync-*.tar.gz -C $$folder --strip-components 1; cd $$folder; \
+	$(PYTHON) -m venv empty; \
+	$(if $(TRIED),PIP_CONSTRAINT=$(TRIED) PIP_BUILD_CONSTRAINT=$(TRIED)) empty/bin/python -m pip install --quiet \
+		"$(if $(filter wheel,$*),$$(ls $$dist/*.whl),.)[test]"; \
+	$(if $(filter wheel,$*),rm -r optx_sync; ln -s "$$(echo empty/lib/python*/site-packages/optx_sync)";) \
+	empty/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 clean:
 	rm -rf .venv .venv-* site build dist .pytest_cache .ruff_cache

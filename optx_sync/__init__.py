@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from optx_sync.peers.gossip import gossip as gossip
     from optx_sync.peers.gossip import noloco as noloco
 
+    __version__: str
+
 # Imported when they are asked for: what a program may not need. `elastic`, `flax` and
 # `runtime` need a library that may not be installed.
 _ELSEWHERE = {
@@ -105,14 +107,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
-    if name in __dir__():
-        return importlib.import_module(f"optx_sync.{name}")
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("optx-sync")
-    raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker then sees a name that is misspelt
+
+    def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+        if name in __dir__():
+            return importlib.import_module(f"optx_sync.{name}")
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("optx-sync")
+        raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -94,12 +94,12 @@ def test_contributes_and_gradient_step_reach_sync_replicas():
     tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
     state = by_hand.replicate(start(tx, SyncTrainState), WORKERS)
 
-    def step(state, inputs, targets, contributes, computed_at):
+    def one(state, inputs, targets, contributes, computed_at):
         return train_step(
             state, inputs, targets, contributes=contributes, gradient_step=computed_at
         )
 
-    step = jax.jit(jax.vmap(step, axis_name="data"))
+    step = jax.jit(jax.vmap(one, axis_name="data"))
     inputs, targets = batches(2)
     zeros = jnp.zeros(WORKERS, jnp.int32)
     state = step(state, inputs[0], targets[0], zeros == 0, zeros)
