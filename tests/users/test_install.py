@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from packaging.utils import canonicalize_name
 import optx_sync as oxs
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
+PYTHONS = re.findall(r":: Python :: (3\.\d+)'", str(PROJECT["classifiers"]))
 # The CPU seconds of this package when Optax, and with it JAX, is there, as a share of
 # theirs: about the same on every machine, and beside other tests.
 SHARE = """
@@ -30,25 +34,34 @@ print((time.process_time() - between) / (between - start))
 
 def asked_for(extras):
     """The project's requirements with these extras, and with those that they name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    left = [*project["dependencies"], f"optx-sync[{','.join(extras)}]"]
+    left = [*PROJECT["dependencies"], f"optx-sync[{','.join(extras)}]"]
     for text in left:  # grows
         one = Requirement(text)
         if one.name != "optx-sync":
             yield one
         for extra in one.extras if one.name == "optx-sync" else ():
-            left += project["optional-dependencies"][extra]
+            left += PROJECT["optional-dependencies"][extra]
 
 
 def test_the_version_is_one():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(), re.M)
     cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert newest and cited
-    assert oxs.__version__ == version == newest[1] == cited[1]
+    assert oxs.__version__ == PROJECT["version"] == newest[1] == cited[1]
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_groups_are_what_make_installs():
+    """A group names extras, whose requirements are written once."""
+    groups = dict(SETTINGS["dependency-groups"])
+    assert groups.pop("dev") == [{"include-group": of} for of in ("test", "docs")]
+    made = (ROOT / "Makefile").read_text()
+    for name, (one,) in groups.items():
+        (extras,) = re.findall(rf"/{name}-installed: EXTRAS := (\S+)", made)
+        assert one == f"optx-sync[{extras}]"
+        assert list(asked_for(extras.split(",")))
+
+
+@pytest.mark.parametrize("version", PYTHONS)
 def test_versions_that_were_tried_are_of_all_that_make_installs(version):
     """One version of each, which the project takes, and no place to get it from."""
     path = ROOT / "constraints" / f"python{version}.txt"
@@ -76,12 +89,19 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory):
+    """The sdist; the wheel that is built from it lies beside it."""
+    folder = tmp_path_factory.mktemp("dist")
     # Not isolated: nothing is downloaded, the backend is in the extra `test`.
-    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT)
+    build = ("-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     run(sys.executable, *build, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
+    (sdist,) = folder.glob("*.tar.gz")
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist):
+    (wheel,) = sdist.parent.glob("*.whl")
     return wheel
 
 
@@ -118,6 +138,25 @@ def test_wheel_holds_the_package_and_its_licence(wheel):
         assert name in names, name
     folders = set(re.findall(r"^([\w.-]+)/", names, re.MULTILINE))
     assert folders == {"optx_sync", f"{wheel.stem.rsplit('-', 3)[0]}.dist-info"}
+
+
+def test_sdist_holds_all_that_tests_read(sdist):
+    """Its own tests pass in it, where nothing else of the repository is."""
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    here = {str(path.relative_to(ROOT)) for path in of_the_repository()}
+    assert len(here) > 500 and not here - held, sorted(here - held)[:10]
+
+
+def of_the_repository():
+    """All files but those that are made, and those for a host of repositories."""
+    for folder in "benchmarks constraints docs examples optx_sync tests".split():
+        for path in (ROOT / folder).rglob("*.*"):
+            made = {"__pycache__", "results-quick"} & set(path.parts)
+            if path.is_file() and not made:
+                yield path
+    for pattern in ("*.md", "*.toml", "*.yml", "*.cff", "Makefile", "LICENSE"):
+        yield from ROOT.glob(pattern)
 
 
 def test_import_takes_a_small_part_of_what_optax_takes(python, tmp_path):
