@@ -103,7 +103,7 @@ def scatter(
         own = own / weight_divisor(reduce(own, axis_name, reduction="sum"))
         divisor = 1
 
-    def send(rows):
+    def send(rows: jax.Array) -> jax.Array:
         wide = rows.dtype
         asked = dtype if dtype is not None and is_floating(wide) else wide
         many, sent = jnp.asarray(divisor, wide), weigh(rows, own)
@@ -139,7 +139,7 @@ def gather(
     """
     replicas = axis_size(axis_name)
 
-    def send(rows):
+    def send(rows: jax.Array) -> jax.Array:
         # Bytes, because XLA may widen narrow floating dtypes.
         words = {1: jnp.uint8, 2: jnp.uint16}.get(rows.dtype.itemsize, rows.dtype)
         sent = jax.lax.bitcast_convert_type(rows, words).reshape(-1)
