@@ -626,7 +626,7 @@ def test_orbax_of_either_version_restores_what_either_saved(tmp_path):
             with version(tmp_path / folder) as manager:
                 same_bits(workers.restore(manager), state)
                 same_bits(six.restore(manager, 3), six.resize(state))
-    with pytest.raises(TypeError, match="or a Checkpointer of its v1; got"):
+    with pytest.raises(TypeError, match="Of Orbax v1 pass an"):
         workers.restore(versions)
 
 

@@ -51,9 +51,9 @@ def source(manager: Any, timeout: float) -> Source:
         last = manager.latest
         return Source(manager.directory, None if last is None else last.step, read)
     raise TypeError(
-        "restore takes an Orbax CheckpointManager, or a Checkpointer of its v1; got "
-        f"{str(manager)!r} of type {type(manager).__name__}. Pass "
-        "ocp.CheckpointManager(folder)."
+        f"restore takes an Orbax CheckpointManager; got {str(manager)!r} of type "
+        f"{type(manager).__name__}. Pass ocp.CheckpointManager(folder). Of Orbax v1 "
+        "pass an ocp.training.Checkpointer."
     )
 
 
