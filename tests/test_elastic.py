@@ -254,6 +254,19 @@ def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
         assert re.match(f"Not all 3 processes came to {place}", message)
 
 
+def test_the_missing_that_the_service_does_not_name_are_counted():
+    told = Processes(60)._missing
+    said = "reached the barrier: 1/23.\n... Some timed out task names:\n{}\n\nRPC: 7\n"
+    for form in ("{}\n", "/job:jax_worker/replica:0/task:{}\n"):
+        listed = "".join(form.format(task) for task in range(21, 1, -1))
+        message = told("the save", said.format(listed))
+        assert "Missing: process 2, process 3, " in message
+        assert ", process 21, 2 more. Their" in message
+    assert "Missing: in other words. Their" in told("the save", "in other words")
+    with pytest.raises(ValueError, match="timeout must be a number in"):
+        Processes(0)
+
+
 def launch(folder, processes, rounds, steps):
     def arguments(number, port):
         return folder, processes, number, port, rounds, steps
