@@ -2,8 +2,9 @@
 
     python -m tests.missing_processes FOLDER PROCESS PORT
 
-is one process. All three save once. Then process 1 dies and process 2 stays away, and
-process 0 writes into FOLDER what it is told at each place where it waits for them.
+is one process. All three save once and restore that. Then process 1 dies, process 2
+stays away, and process 0 writes into FOLDER what it is told at each place where it
+waits for them.
 """
 
 import os
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 
 import optx_sync as oxs
 from tests.elastic_run import AXIS, ONE
@@ -29,6 +32,12 @@ def _process(folder, number, port):
     group.position = 1
     group.save(state)
     group.manager.wait_until_finished()
+    checkpointer = ocp.v1.training.Checkpointer(folder / "run")
+    for manager in (group.manager, checkpointer):  # while all are there
+        restored = group.workers.restore(manager)
+        for x, y in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
+            mine, saved = (array.addressable_shards[0].data for array in (x, y))
+            np.testing.assert_array_equal(mine, saved)
     if number == 1:
         os._exit(1)
     if number == 2:

@@ -226,6 +226,7 @@ def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
     assert closed
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
     """Three processes: one has died, one stays away, and one is told so, by names."""
     children = scripts.launch(
