@@ -20,6 +20,9 @@ needs: it continues from the last save, with the workers that there are now.
 Orbax writes the saves, makes all processes agree on which are complete, and discards a
 save that was cut short. Each save carries fingerprints of its arrays and a sum of its
 notes; one that is not what was saved is put aside, and the one before is taken.
+
+A process waits for the others until `timeout`: then it raises an error that names the
+processes that did not come, and so ends, instead of all waiting for one in silence.
 """
 
 import functools
