@@ -47,10 +47,14 @@ class Processes:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise TimeoutError(self._missing(place, str(error))) from error
-        if not self._hosts:
+        # TPUs may number processes otherwise than the service does.
+        if not self._hosts and jax.default_backend() != "tpu":
             own = socket.gethostname().encode()[:_LETTERS].ljust(_LETTERS)
             names = multihost_utils.process_allgather(np.frombuffer(own, np.uint8))
-            self._hosts = [bytes(name).decode().strip() for name in np.asarray(names)]
+            self._hosts = [
+                bytes(name).decode(errors="replace").strip()
+                for name in np.asarray(names)
+            ]
 
     def agree(self, fine: bool, place: str) -> bool:
         """Whether all is fine in all processes."""
