@@ -24,6 +24,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
+from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
 from optx_sync.options import refuse
@@ -502,26 +503,32 @@ class Workers:
         like: Tree = None,
         *,
         compare: bool = False,
+        timeout: float = TIMEOUT,
     ) -> Tree:
         """Read a state from a checkpoint of any number of workers, resized to these.
 
         The checkpoint holds the state as its own library saves it, whatever mesh or
         devices it lay on: `ocp.args.StandardSave(state)`, `StandardSave(nnx.state((
-        model, optimizer)))`, `StandardSave(eqx.filter(state, eqx.is_array))`.
+        model, optimizer)))`, `StandardSave(eqx.filter(state, eqx.is_array))`; or, with
+        Orbax v1, `checkpointer.save(step, state)`. Several processes call it together.
 
         Args:
-            manager: An Orbax `CheckpointManager`.
+            manager: An Orbax `CheckpointManager`; or a `Checkpointer` of its v1,
+                `from orbax.checkpoint import v1 as ocp; ocp.training.Checkpointer`.
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
                 the one given to `expect`.
             compare: Whether to refuse a checkpoint in which `fingerprint` finds
                 workers that differ from most where they should be equal.
+            timeout: Of several processes, how many seconds one waits until all have
+                come, and until all have read their part.
 
         Returns:
             The state, placed. NNX objects are new ones.
 
         Raises:
             TypeError: A folder in place of the manager.
+            TimeoutError: Processes did not come; it names them.
             ValueError: No checkpoint; nothing was started; the checkpoint of
                 another state; with `compare`, one in which workers differ.
 
@@ -537,10 +544,8 @@ class Workers:
             ...     six.restore(manager)["w"].shape
             (6, 3)
         """
-        import orbax.checkpoint as ocp
-
-        checkpoints.check_manager(manager)
-        step = manager.latest_step() if step is None else step
+        source = checkpoints.source(manager, timeout)
+        step = source.latest if step is None else step
         started = self._started if like is None else forms.split(like)
         if started is None:
             raise ValueError(
@@ -548,7 +553,7 @@ class Workers:
                 "state = workers.start(state), or pass a started state as like=."
             )
         form, arrays = started
-        saved, treedef = checkpoints.saved(manager, step)
+        folder, saved, treedef = checkpoints.saved(source, step)
         names = checkpoints.saved_names(form, saved)
         for name in names:
             if name not in saved:
@@ -565,8 +570,8 @@ class Workers:
             place = x.sharding if n == self.sizes[0] else whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
-        args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
-        leaves = jax.tree.leaves(manager.restore(step, args=args))
+        shapes = treedef.unflatten(template.values())
+        leaves = jax.tree.leaves(source.read(folder, shapes))
         restored = dict(zip(saved, leaves, strict=True))
         found = [restored[name] for name in names]
         state = form.merge(found)
