@@ -81,6 +81,10 @@ CODE = {
     "The optimizer names another axis than `Workers`": (
         'tx = oxs.local_sgd(optax.sgd(0.1), "replicas")\n' + WITH
     ),
+    "A collective of the step over an axis that there is not": (
+        "step = workers.step(lambda total, x: total + jax.lax.pmean(x[0, 0], 'worker'))\n"
+        "step(workers.start(0.0), inputs)"
+    ),
     "The mesh has no such axis": (
         'oxs.Workers(8, "workers", mesh=jax.make_mesh((8,), ("data",)))'
     ),

@@ -27,8 +27,9 @@ def test_it_is_right_or_told(what, tmp_path):
     with warnings.catch_warnings(), pytest.raises(error) as raised:
         warnings.simplefilter("error", UserWarning)
         exec(CODE[what], found)
-    # JAX adds lines of its own.
-    message, place = str(raised.value).split("\n-----")[0], 0
+    notes = getattr(raised.value, "__notes__", [])
+    # JAX adds lines of its own, and a note.
+    message, place = "\n".join([str(raised.value), *notes]).split("\n-----")[0], 0
     parts = [part.strip() for part in said.split("...")]
     for part in parts:
         place = message.find(part, place)
