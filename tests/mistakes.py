@@ -82,7 +82,7 @@ CODE = {
         'tx = oxs.local_sgd(optax.sgd(0.1), "replicas")\n' + WITH
     ),
     "A collective of the step over an axis that there is not": (
-        "step = workers.step(lambda total, x: total + jax.lax.pmean(x[0, 0], 'worker'))\n"
+        "step = workers.step(lambda own, x: own + jax.lax.pmean(x[0, 0], 'worker'))\n"
         "step(workers.start(0.0), inputs)"
     ),
     "The mesh has no such axis": (
@@ -274,6 +274,10 @@ CODE = {
     "`restore` before `start`": SAVE + 'oxs.Workers(8, "workers").restore(manager)',
     "`restore` where nothing was saved": BEGIN + "workers.restore(manager)",
     "A step that was not saved": SAVE + "workers.restore(manager, 7)",
+    "The checkpoint of a state that was not started": (
+        "manager.save(3, args=ocp.args.StandardSave((params, opt_state)))\n"
+        "manager.wait_until_finished()\n" + BEGIN + "workers.restore(manager)"
+    ),
     "The checkpoint of another optimizer": (
         SAVE
         + 'tx = oxs.diloco(optax.adam(0.1), "workers")\n'
