@@ -144,8 +144,10 @@ def test_apply_gradients_of_any_transformation():
     "copied", [copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda leaf: leaf, tx)]
 )
 def test_a_copied_wrapper_is_the_same_as_one_of_optax(copied):
-    tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=2)
-    assert copied(tx).update is tx.update and oxs.by_hand.due(copied(tx), 1)
+    tx = oxs.local_sgd(optax.sgd(0.1), None, communication_period=2)
+    other = copied(tx)
+    assert other.update is tx.update and oxs.by_hand.due(other, 1)
+    chex.assert_trees_all_equal(other.init(PARAMS), tx.init(PARAMS))
 
 
 def test_who_wraps_the_update_of_a_wrapper_is_not_passed_over():
