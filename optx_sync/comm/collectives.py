@@ -45,6 +45,9 @@ class _Alone(tuple):
 
     __slots__ = ()
 
+    def __reduce__(self) -> str:  # a copy, and what is read from a pickle, is the same
+        return "ALONE"
+
 
 # Stands for `axis_name=None`: no axes. Reductions return their input; nothing is sent.
 ALONE = _Alone()

@@ -2,7 +2,7 @@
 """The arrays of an Orbax checkpoint, by their names."""
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import by_name
 from optx_sync.forms import Form
 from optx_sync.front.processes import Processes
+from optx_sync.placement.layout import Arrays
 from optx_sync.trees import Tree, names_of
 
 # What Orbax calls the arrays of a checkpoint: its CheckpointManager, and its v1.
@@ -87,3 +88,22 @@ def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
         inside = (*name, "value")
         names.append(inside if variable and inside in saved else name)
     return names
+
+
+def check_like(
+    saved: Mapping[Names, Any], names: list[Names], arrays: Arrays, step: int | None
+) -> None:
+    """Refuse a checkpoint of another state than that of these arrays."""
+    for name, x in zip(names, arrays, strict=True):
+        which = f"The checkpoint of step {step} holds "
+        if name not in saved:
+            raise ValueError(
+                f"{which}no {'.'.join(name)}: it is of another state or optimizer. "
+                "Pass one like the saved as like=."
+            )
+        if len(shape := saved[name].shape) < x.ndim:
+            raise ValueError(
+                f"{which}{'.'.join(name)} of shape {shape}, without the workers' axes "
+                "in front: it was saved before start. Read it by manager.restore(step),"
+                " and start it."
+            )

@@ -555,12 +555,7 @@ class Workers:
         form, arrays = started
         folder, saved, treedef = checkpoints.saved(source, step)
         names = checkpoints.saved_names(form, saved)
-        for name in names:
-            if name not in saved:
-                raise ValueError(
-                    f"The checkpoint of step {step} holds no {'.'.join(name)}: it is "
-                    "of another state or optimizer. Pass one like the saved as like=."
-                )
+        checkpoints.check_like(saved, names, arrays, step)
         n, *_ = self._layout.numbers(form, [saved[name] for name in names])
         whole = SingleDeviceSharding(jax.devices()[0])
         if self.mesh is not None:
