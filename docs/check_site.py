@@ -24,7 +24,8 @@ FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sy
 # Each finding is [what, where].
 LOOK = r"""() => {
   const found = [], page = document.documentElement;
-  if (page.scrollWidth > innerWidth) found.push(["page wider than window", page.scrollWidth]);
+  if (page.scrollWidth > innerWidth)
+    found.push(["page wider than window", page.scrollWidth]);
   const article = document.querySelector("article");
   const lines = (node, start, end) => {
     const range = document.createRange();
@@ -41,7 +42,7 @@ LOOK = r"""() => {
     if (of.closest("pre, math, script, style, .md-source-file")) continue;
     for (const word of node.data.matchAll(/\w+/g)) {
       if (lines(node, word.index, word.index + word[0].length) > 1)
-        found.push([of.closest("td, th") ? "word broken in a table" : "word broken", word[0]]);
+        found.push(["word broken" + (of.closest("table") ? ", table" : ""), word[0]]);
     }
   }
   const dark = document.body.dataset.mdColorScheme === "slate";
@@ -127,6 +128,7 @@ def copy(browser, site):
 
 
 def main():
+    """Look, and print what was found."""
     parser = argparse.ArgumentParser(description="Look at every page in a browser.")
     parser.add_argument("site", type=Path, help="the folder of the built pages")
     parser.add_argument("--browser", default="/usr/bin/chromium")
