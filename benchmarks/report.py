@@ -36,8 +36,8 @@ SUMMARY = """What was measured, a page each: what was done, beside what, and on 
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
 checked anywhere, is no page but a test."""
 STAGES = ("trace", "lower", "compile")
-# Inches of a picture with so many columns: a page shows it about seven inches wide, where
-# its text of ten points can still be read.
+# Inches of a picture with so many columns: a page shows it about seven inches wide,
+# where its text of ten points can still be read.
 WIDTHS = 5.8, 8.6, 9.6
 COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
