@@ -108,7 +108,7 @@ def search(browser, site):
 def copy(browser, site):
     """Findings of diffs whose copies are not the new program."""
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
-    page = context.new_page()
+    page, seen = context.new_page(), 0
     for path in sorted(site.rglob("*.html")):
         if 'class="language-diff' not in path.read_text():
             continue
@@ -116,7 +116,7 @@ def copy(browser, site):
         page.goto(path.as_uri())
         blocks = page.locator(".language-diff")
         for number in range(blocks.count()):
-            block = blocks.nth(number)
+            block, seen = blocks.nth(number), seen + 1
             lines = block.locator("code").text_content().rstrip("\n").split("\n")
             wanted = [line[1:] for line in lines if not line.startswith("-")]
             # One in a tab that is not open is clicked there, too.
@@ -125,6 +125,7 @@ def copy(browser, site):
             if copied.rstrip() != "\n".join(wanted).rstrip():
                 yield name, "copied diff", copied[:60]
     context.close()
+    print(f"{seen} diffs copied")
 
 
 def main():
