@@ -14,7 +14,7 @@ FILES = {
 }
 # The rooms of each floor.
 ROOMS = {
-    0: "hlo options shapes trees",
+    0: "hlo options shapes signatures trees",
     1: "forms rows",
     2: "checks",
     3: "audit comm",

@@ -32,6 +32,7 @@ from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
 
@@ -680,3 +681,6 @@ def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
             "is no wrapper's of this package, workers train alone and never meet.",
             stacklevel=3,
         )
+
+
+_readable(globals())
