@@ -37,6 +37,7 @@ from optx_sync import trees
 PERIOD, STEPS, BATCH, WIDTH = 4, 14, 4, 6
 # Steps after which a run was killed: three of a period of four, and a period's end.
 KILLED = {"mid-period": 7, "at a meeting": 8}
+BROKEN = 5
 AXIS, EIGHT, FIVE = "workers", 8, 5
 INNER = optax.adam(0.05)
 FEEDBACK = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
@@ -48,12 +49,13 @@ class Case(NamedTuple):
 
     tx: optax.GradientTransformation
     late: bool = False  # whether two replicas, each time others, do not contribute
+    broken: bool = False  # whether a worker once finds NaN, before the kills
     sizes: tuple[int, ...] = (EIGHT,)
     fewer: tuple[int, ...] = (FIVE,)
     axes: Any = AXIS
 
 
-Run: TypeAlias = tuple[oxs.Workers, Any]  # workers, and their step
+Run: TypeAlias = tuple[oxs.Workers, Any, Case]  # workers, and their step
 
 
 def _diloco(**options: Any) -> Case:
@@ -79,7 +81,8 @@ CASES: dict[str, Case] = {
         oxs.sync_replicas(INNER, AXIS, 6, total_num_replicas=None), late=True
     ),
     "sync_replicas, 16 gradients, averages": Case(
-        oxs.sync_replicas(INNER, AXIS, 16, variable_averages=0.9, **GUARDED)
+        oxs.sync_replicas(INNER, AXIS, 16, variable_averages=0.9, **GUARDED),
+        broken=True,
     ),
     "elastic_average": _rounds(oxs.elastic_average, moving_rate=0.1, rho=0.3),
     "agn": _rounds(oxs.agn),
@@ -93,7 +96,7 @@ CASES: dict[str, Case] = {
         )
     ),
     "diloco": _diloco(),
-    "diloco, drop_nonfinite, measure": _diloco(**GUARDED),
+    "diloco, drop_nonfinite, measure": _diloco(**GUARDED)._replace(broken=True),
     "diloco, shard_center": _diloco(shard_center=True),
     "diloco, 4 bits with feedback": _diloco(exchange=FEEDBACK),
     "diloco, fragments=2": _diloco(fragments=2),
@@ -150,19 +153,23 @@ def program(case: Case, sizes: tuple[int, ...]) -> Run:
         params, state = oxs.apply_gradients(case.tx, grads, state, params, **more)
         return params, state, key, loss
 
-    return workers, step
+    return workers, step, case
 
 
-def batch(number: int, sizes: tuple[int, ...]) -> Any:
+def batch(case: Case, number: int, sizes: tuple[int, ...]) -> Any:
     """Of a step: each worker's examples, and who is not late."""
     draw, n = np.random.default_rng(number), int(np.prod(sizes))
     x = draw.normal(size=(n * BATCH, WIDTH)).astype(np.float32)
+    if case.broken and number == BROKEN:
+        x[2 * BATCH] = np.nan
     return x, np.sin(2 * x), (np.arange(n) + number) % n >= 2
 
 
 def numbers(x: Any) -> np.ndarray:
     """An array on the host; a random key's data."""
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(
+        x.dtype, jax.dtypes.prng_key
+    )
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
@@ -178,10 +185,10 @@ def bits(tree: Any) -> dict[str, str]:
 
 def trained(run: Run, state: Any, after: int, until: int = STEPS) -> Iterator[Any]:
     """(steps so far, the state, digests of what is to be equal) after each step."""
-    workers, step = run
+    workers, step, case = run
     state = jax.tree.map(jnp.copy, state)  # A step takes the memory of what it gets.
     for number in range(after, until):
-        *state, loss = step(*state, *batch(number, workers.sizes))
+        *state, loss = step(*state, *batch(case, number, workers.sizes))
         equal = {"parameters": state[0], "state": state[1:], "losses": loss}
         if number == STEPS - 1:
             equal["fingerprint"] = workers.fingerprint(tuple(state))
@@ -243,14 +250,14 @@ def goes_on(folder: Path, names: Sequence[str]) -> None:
         case = CASES[name]
         found[name] = {}
         for sizes in (case.sizes, case.fewer):
-            workers, step = program(case, sizes)
+            workers, step, _ = program(case, sizes)
             workers.expect(lambda tx=case.tx: begin(tx))
             for when, number in KILLED.items():
                 with ocp.CheckpointManager(folder / name) as manager:
                     state, said = fewer(
                         lambda m=manager, w=workers, n=number: w.restore(m, n)
                     )
-                after = state and digests((workers, step), state, number)
+                after = state and digests((workers, step, case), state, number)
                 found[name][f"{when}, {sizes[0]}"] = [said, after]
     (folder / "resumed").write_text(json.dumps(found))
 
@@ -372,9 +379,9 @@ def tables(
 
 
 def dropped(said: str) -> str:
-    """What a warning says is dropped, or the sentences of a refusal."""
+    """What a warning says is dropped, or the first sentence of a refusal."""
     said = said.removeprefix("resize in the middle of a round drops ")
-    return said.partition(". Resize")[0] or "nothing"
+    return said.partition(". ")[0] or "nothing"
 
 
 def main() -> None:
