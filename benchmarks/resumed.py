@@ -81,8 +81,7 @@ CASES: dict[str, Case] = {
         oxs.sync_replicas(INNER, AXIS, 6, total_num_replicas=None), late=True
     ),
     "sync_replicas, 16 gradients, averages": Case(
-        oxs.sync_replicas(INNER, AXIS, 16, variable_averages=0.9, **GUARDED),
-        broken=True,
+        oxs.sync_replicas(INNER, AXIS, 16, variable_averages=0.9, **GUARDED)
     ),
     "elastic_average": _rounds(oxs.elastic_average, moving_rate=0.1, rho=0.3),
     "agn": _rounds(oxs.agn),
