@@ -363,7 +363,7 @@ def _table(
 ) -> str:
     """A table in Markdown; its title is for the page."""
     aligned = ["---", *["---:"] * (len(columns) - 1)]
-    if columns[1] in ("", "here"):  # words, no numbers
+    if columns[1] in ("", "here", "parameters", "in mid-period"):  # no numbers
         aligned = ["---"] * len(columns)
     return "\n".join(map(_row, [columns, aligned, *(map(_cell, row) for row in rows)]))
 
