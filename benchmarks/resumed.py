@@ -240,7 +240,8 @@ def is_killed(folder: Path, names: Sequence[str]) -> None:
         going.append((run, state))
     (folder / "saved").touch()
     while True:
-        digests(*going[-1], max(KILLED.values()))
+        run, state = going[-1]
+        digests(run, state, max(KILLED.values()))
 
 
 def goes_on(folder: Path, names: Sequence[str]) -> None:
