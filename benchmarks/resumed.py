@@ -166,9 +166,8 @@ def batch(case: Case, number: int, sizes: tuple[int, ...]) -> Any:
 
 def numbers(x: Any) -> np.ndarray:
     """An array on the host; a random key's data."""
-    is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(
-        x.dtype, jax.dtypes.prng_key
-    )
+    keys = jax.dtypes.prng_key
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, keys)
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
@@ -229,6 +228,7 @@ def changed(before: Any, after: Any) -> list[str]:
 
 def is_killed(folder: Path, names: Sequence[str]) -> None:
     """The process that saves, and trains on until it is killed."""
+    going = []
     for name in names:
         case = CASES[name]
         run = program(case, case.sizes)
@@ -237,8 +237,10 @@ def is_killed(folder: Path, names: Sequence[str]) -> None:
             for number, now, _ in trained(run, state, 0, max(KILLED.values())):
                 if number in KILLED.values():
                     manager.save(number, args=ocp.args.StandardSave(now))
+        going.append((run, state))
     (folder / "saved").touch()
     while True:
+        run, state = going[-1]
         digests(run, state, max(KILLED.values()))
 
 
