@@ -103,6 +103,8 @@ tpu gpu: %: .venv-%/installed
 	.venv-$@/bin/python -m pytest -p no:cacheprovider tests/test_ahead.py
 	.venv-$@/bin/python benchmarks/compile_ahead.py $(QUICK)
 
+# The notice that is not shown says that Material for MkDocs ends in May 2027, and names a
+# successor: BUILD_NOTES.md has what that lacked when it was tried, and when to try again.
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
 

@@ -36,6 +36,9 @@ SUMMARY = """What was measured, a page each: what was done, beside what, and on 
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
 checked anywhere, is no page but a test."""
 STAGES = ("trace", "lower", "compile")
+# Inches of a picture with so many columns: a page shows it about seven inches wide,
+# where its text of ten points can still be read.
+WIDTHS = 5.8, 8.6, 9.6
 COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
@@ -181,27 +184,47 @@ class Panel(NamedTuple):
 
 def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
     """A picture of panels side by side, with a legend where labels are new."""
-    columns = columns or len(panels)
+    columns = columns or min(len(panels), len(WIDTHS))
     rows, known = -(-len(panels) // columns), set()
-    tall = max(3.6, *(0.3 * len(panel.names) for panel in panels))
-    size = min(15, 1 + 4.8 * columns), 0.6 + tall * rows
-    figure = Figure(figsize=size, layout="constrained")
+    width = WIDTHS[columns - 1]
+    tall = max(0.7 * width / columns, *(0.3 * len(of.names) for of in panels))
+    most = max(len(panel.lines) for panel in panels)
+    tall += 0.12 * most * (most > 4) / rows
+    figure = Figure(figsize=(width, 0.6 + tall * rows), layout="constrained")
     places = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, panel in zip(places, panels, strict=True):
+    for place, axes in enumerate(places):
+        if place >= len(panels):
+            axes.set_axis_off()
+            continue
+        panel = panels[place]
         for number, (label, x, y, look) in enumerate(panel.lines):
             y = np.atleast_2d(np.asarray(y, float))
             style: Any = {"color": COLOURS[number % len(COLOURS)]}
             axes.plot(x, y.mean(0), look, ms=4, label=label, **style)
             if len(y) > 1:
                 axes.fill_between(x, y.min(0), y.max(0), alpha=0.2, lw=0, **style)
-        axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
+        axes.set(xlabel=panel.x, ylabel=panel.y)
+        axes.set_title(panel.title, fontsize="medium")
         axes.set(**{f"{axis}scale": "log" for axis in panel.log}, ylim=panel.ylim)
+        # What the panel before, or the one below, says as well stands there only.
+        if place % columns and panels[place - 1].y == panel.y:
+            axes.set_ylabel("")
+        if any(below.x == panel.x for below in panels[place + columns :][:1]):
+            axes.set_xlabel("")
         if panel.names:
             axes.set_yticks(range(len(panel.names)), panel.names)
             axes.invert_yaxis()
         axes.grid(alpha=0.3)
         if new := {line.label for line in panel.lines} - known:
-            axes.legend(frameon=False, fontsize="small")
+            look: Any = {"frameon": False, "fontsize": "small"}
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+            if len(new) <= 4:
+                axes.legend(**look)
+            elif all(new >= {line.label for line in of.lines} for of in panels):
+                named = axes.get_legend_handles_labels()
+                figure.legend(*named, loc="outside lower center", ncols=3, **look)
+            else:  # Inside of the panel they would cover lines.
+                axes.legend(ncols=2, columnspacing=1, **below, **look)
             known |= new
     return figure
 
@@ -340,7 +363,7 @@ def _table(
 ) -> str:
     """A table in Markdown; its title is for the page."""
     aligned = ["---", *["---:"] * (len(columns) - 1)]
-    if columns[1] in ("", "here"):  # words, no numbers
+    if columns[1] in ("", "here", "parameters", "in mid-period"):  # no numbers
         aligned = ["---"] * len(columns)
     return "\n".join(map(_row, [columns, aligned, *(map(_cell, row) for row in rows)]))
 

@@ -1,9 +1,10 @@
-"""What docstrings have that Markdown has not, and the measured pages; hooks of MkDocs.
+"""What docstrings have that Markdown has not, measured pages, searches; MkDocs' hooks.
 
 Formulas (``.. math::``, ``:math:``, and ``$$`` in pages) become MathML, which browsers
 draw by themselves. Doctests become code blocks: Markdown would read their prompts, and
 a description that begins with ">= 0", as quotations. The pages that benchmarks and
-reproductions write stand beside the others, under measured/.
+reproductions write stand beside the others, under measured/. A search finds guides
+before reference and measurements, and what readers look for finds the page about it.
 """
 
 import re
@@ -14,10 +15,20 @@ from markdown import Extension
 from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
+# The pages that a search for these words shall find first: their tags in its index.
+SEARCHES = {
+    "fsdp": ["large-models.md"],
+    "out of memory": ["large-models.md"],
+    "multi-host": ["runtime.md", "elastic.md"],
+    "loss diverges": ["diverges.md"],
+    "learning rate": ["diverges.md"],
+    "gradient compression": ["exchange.md"],
+}
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
+LONG_CODE = re.compile(r"<code>[^<\s]{30,}</code>")
 DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
 
 
@@ -61,3 +72,16 @@ def on_files(files, config):
         place = f"measured/{name}"
         files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Called by MkDocs for each page: how early a search finds it."""
+    place = page.file.src_uri
+    page.meta["search"] = {"boost": 1 if "/" in place else 4}
+    page.meta["tags"] = [words for words, of in SEARCHES.items() if place in of]
+    return markdown
+
+
+def on_page_content(html, page, config, files):
+    """Called by MkDocs for each page: long calls may break after a "(" or a "."."""
+    return LONG_CODE.sub(lambda m: re.sub(r"(?<=[(.])(?=\w)", "<wbr>", m[0]), html)

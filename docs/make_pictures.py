@@ -191,7 +191,7 @@ def draw_links():
     plan = oxs.audit.plan(strategies, gbits=gbits, step_seconds=1.01)
     for goal in (0.8, 0.99):
         print(oxs.audit.plan(strategies, gbits=(), step_seconds=1.01, goal=goal))
-    figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.6, 5.2), layout="constrained")
     colors = [*COLORS, "#AA3377", "#66CCEE"]
     for (name, found), color in zip(plan.utilisation.items(), colors, strict=True):
         axis.semilogx(gbits, found, color=color, label=name)
@@ -201,7 +201,8 @@ def draw_links():
     axis.set(xlabel="Gbit/s of the link", ylabel="share of the time that computes")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, fontsize=9)
+    lines = axis.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(IMAGES / "links.png", dpi=130)
 
 

@@ -42,6 +42,9 @@ from optx_sync.metrics import center_params as center_params
 from optx_sync.metrics import metrics as metrics
 from optx_sync.fingerprints import fingerprint as fingerprint
 
+# And `help` shows their arguments so that one can read them.
+from optx_sync.signatures import readable as _readable
+
 if TYPE_CHECKING:
     from optx_sync import audit as audit
     from optx_sync import by_hand as by_hand
@@ -121,3 +124,6 @@ if not TYPE_CHECKING:  # a type checker then sees a name that is misspelt
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "flax", "runtime"])
+
+
+_readable(globals())

@@ -17,6 +17,7 @@ from optx_sync.placement.leaves import Leaf, check_levels, leaves_of, map_leaves
 from optx_sync.placement.resize import Joiners, resize_tree, worker_axes
 from optx_sync.placement.workers import entries
 from optx_sync.placement.workers import map_workers as map_workers
+from optx_sync.signatures import readable as _readable
 from optx_sync.step import due as due
 from optx_sync.trees import (
     Tree,
@@ -305,3 +306,6 @@ def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
     state = jax.eval_shape(tx.init, params)
     placing.refuse_around_center(state)
     return state
+
+
+_readable(globals())

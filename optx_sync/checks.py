@@ -27,7 +27,10 @@ Result = TypeVar("Result")
 def shows_call(
     call: str,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Raise a TypeError that shows `call` for arguments that do not fit a function."""
+    """Raise a TypeError that shows `call` for arguments that do not fit a function.
+
+    Nor fits what is given as `inner`, the wrapped optimizer, and is no transformation.
+    """
     return lambda function: _showing(call, function)
 
 
@@ -39,12 +42,14 @@ def _showing(
     @functools.wraps(function)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         try:
-            signature.bind(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             known = _keywords(kwargs, signature)
             raise TypeError(
                 f"{function.__name__}: {error}.{known} Write for example {call}."
             ) from None
+        if "inner" in given:
+            trees.check_transformation(given["inner"], "inner", call)
         return function(*args, **kwargs)
 
     return checked

@@ -20,6 +20,9 @@ needs: it continues from the last save, with the workers that there are now.
 Orbax writes the saves, makes all processes agree on which are complete, and discards a
 save that was cut short. Each save carries fingerprints of its arrays and a sum of its
 notes; one that is not what was saved is put aside, and the one before is taken.
+
+A process waits for the others until `timeout`: then it raises an error that names the
+processes that did not come, and so ends, instead of all waiting for one in silence.
 """
 
 import functools
@@ -30,7 +33,6 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync import forms
@@ -45,6 +47,8 @@ from optx_sync.fingerprints import (
     sealed,
     unsealed,
 )
+from optx_sync.front.checkpoints import Source
+from optx_sync.front.processes import TIMEOUT, Processes
 from optx_sync.front.workers import Workers
 from optx_sync.placement.leaves import is_key
 from optx_sync.trees import Tree, names_of
@@ -69,10 +73,14 @@ class Group:
         workers: The `Workers` of the run; or the name of the axis, for one worker
             on each device of all processes.
         keep: How many saves are kept; older ones are deleted.
+        timeout: How many seconds a process waits for the others: where the group
+            begins, at the start, at each reading and at each save. A step waits without
+            a limit.
 
     Raises:
         ImportError: Orbax is not installed.
-        TypeError, ValueError: As for `Workers`; `keep` below 1.
+        TypeError, ValueError: As for `Workers`; `keep` below 1, `timeout` not above 0.
+        TimeoutError: From every method: not all processes came; it names them.
 
     Attributes:
         workers: The group's `Workers`, on a mesh of all processes' devices.
@@ -109,6 +117,7 @@ class Group:
         workers: Workers | AxisName,
         *,
         keep: int = 2,
+        timeout: float = TIMEOUT,
     ):
         try:
             import orbax.checkpoint as ocp
@@ -121,6 +130,8 @@ class Group:
         if not isinstance(workers, Workers):
             workers = Workers(jax.device_count(), workers, mesh=True)
         path = epath.Path(folder)
+        self._processes: Processes = Processes(timeout)
+        self._processes.wait(f"the begin of the group in {folder}")
         self.workers: Workers = workers
         self.position: int = 0
         self.notes: Any = None
@@ -172,14 +183,17 @@ class Group:
             if not jax.process_index():
                 where = self.manager.directory
                 log.warning("There is no save in %s: the run begins afresh.", where)
-            return self.workers.start(state() if forms.is_function(state) else state)
+            first = state() if forms.is_function(state) else state
+            self._processes.wait("the start of the run")
+            return self.workers.start(first)
         self.workers.expect(state)
         damaged: dict[int, Damaged] = {}
         for step in steps:
-            save = _Save(self.manager, step)
+            save = _Save(self.manager, step, self._processes)
             try:
-                noted, save.words = _agreed(save.path, save.notes)
-                restored = self.workers.restore(save, step)
+                noted, save.words = save.agreed(save.notes)
+                source = Source(self.manager.directory, step, save.read)
+                restored = self.workers.restore(source, step)
             except Damaged as error:
                 damaged[step] = error
                 continue
@@ -204,7 +218,7 @@ class Group:
                 (self.manager.directory / str(step)).rename(there)
                 say = "%s. It is now %s, and the run goes on from position %d."
                 log.warning(say, error, there.name, taken)
-        _everyone(True)
+        self._processes.wait("where damaged saves have been put aside")
         self.manager.reload()
 
     def save(self, state: Tree, *, notes: Any = None) -> None:
@@ -239,6 +253,10 @@ class Group:
             for name in inner:
                 node = node.setdefault(name, {})
             node[last] = x
+        # Who still writes the last save is missing here, and not in Orbax, which waits
+        # for it without a limit.
+        self.manager.wait_until_finished()
+        self._processes.wait(f"the save at position {self.position}")
         self.manager.save(
             self.position,
             args=ocp.args.StandardSave(tree),
@@ -330,11 +348,10 @@ class _Save:
     damaged.)
     """
 
-    def __init__(self, manager: Any, step: int):
-        self.directory: Any = manager.directory
+    def __init__(self, manager: Any, step: int, processes: Processes):
         self.path: Any = manager.directory / str(step)
         self.words: dict[Names, Words] = {}
-        self._manager, self._step = manager, step
+        self._manager, self._step, self._processes = manager, step, processes
 
     def notes(self) -> tuple[dict[str, Tree], dict[Names, Words]]:
         """The notes and the words of this save, which names the arrays alike."""
@@ -349,11 +366,11 @@ class _Save:
                 raise Damaged(f"{self.path} holds another {what} than was saved")
         return noted, words
 
-    def restore(self, step: int, args: Any) -> Tree:
+    def read(self, folder: Any, shapes: Tree) -> Tree:
         """The arrays, compared as they were saved, and then in the dtypes asked for."""
         import orbax.checkpoint as ocp
 
-        template = by_name(args.item)
+        template = by_name(shapes)
         # What the state asks for; a save may hold more.
         shape = jax.ShapeDtypeStruct
         asked = {name: x for name, x in template.items() if isinstance(x, shape)}
@@ -362,38 +379,32 @@ class _Save:
             dtype = words[name][1]
             if not (is_key(x) or dtype.startswith("key")):
                 template[name] = x.update(dtype=dtype)
-        tree = jax.tree.structure(args.item).unflatten(template.values())
+        tree = jax.tree.structure(shapes).unflatten(template.values())
         as_saved = ocp.args.StandardRestore(tree)
         read = ocp.StandardCheckpointHandler().restore
-        found = _agreed(
-            self.path, lambda: by_name(read(self.path / "default", args=as_saved))
-        )
+        found = self.agreed(lambda: by_name(read(folder, args=as_saved)))
         mine = {name: found[name] for name in asked}
-        _agreed(self.path, lambda: compare(self.path, words, mine))
+        self.agreed(lambda: compare(self.path, words, mine))
         for name, x in asked.items():
             if found[name].dtype != x.dtype:
                 found[name] = found[name].astype(x.dtype)
         return [*found.values()]
 
-
-def _agreed(path: object, read: Callable[[], Tree]) -> Tree:
-    """What `read` returns, if it can be read in all processes."""
-    found, error = None, None
-    try:
-        found = read()
-    except Exception as raised:  # Orbax raises various errors for broken files.
-        error = raised
-    if _everyone(error is None):
-        return found
-    if isinstance(error, Damaged):
-        raise error
-    why = error or "another process cannot read its part"
-    raise Damaged(f"{path} cannot be read: {why}"[:500]) from error
-
-
-def _everyone(fine: bool) -> bool:
-    """Whether all is fine in all processes."""
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
+    def agreed(self, read: Callable[[], Tree]) -> Tree:
+        """What `read` returns, if it can be read in all processes."""
+        found, error = None, None
+        try:
+            found = read()
+        except Exception as raised:  # Orbax raises various errors for broken files.
+            error = raised
+        if self._processes.agree(
+            error is None, f"the end of the reading of {self.path}"
+        ):
+            return found
+        if isinstance(error, Damaged):
+            raise error
+        why = error or "another process cannot read its part"
+        raise Damaged(f"{self.path} cannot be read: {why}"[:500]) from error
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -8,6 +8,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from optx_sync.metrics import center_params
+from optx_sync.signatures import readable as _readable
 from optx_sync.step import apply_gradients
 
 
@@ -139,3 +140,6 @@ def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -
     model = nnx.clone(train_state)
     nnx.update(model, center_params(optimizer.opt_state, params))
     return model
+
+
+_readable(globals())

@@ -20,6 +20,10 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _IOTA_ARRAY = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 _NESTED = re.compile(r"\{(?:\s*\{[\d,\s]*\}\s*,?)*\}")
+# What `psum_start` of JAX 0.12 and its like write: a custom call of this target, whose
+# groups are in a configuration. Compilers make instructions of it.
+_STARTED = re.compile(r"(?:all|reduce|collective)-[a-z\-]+-(?:start|done)")
+_CONFIGURED = re.compile(r"async_collective_config=\{.*?(\[\[[\d,\s\[\]]*\]\])")
 # Instructions that run other computations; others call them for each element.
 _FLOW = ("call", "while", "async-start")
 
@@ -251,6 +255,9 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     key = "source_target_pairs=" if permute else "replica_groups="
     _, found, value = instruction.attributes.partition(key)
     everyone = (tuple(range(devices)),) if devices and not permute else ()
+    if not found and (match := _CONFIGURED.search(instruction.attributes)):
+        rows = re.findall(r"\[([\d,\s]+)\]", match[1])
+        return tuple(map(_integers, rows))
     if not found:
         return everyone
     if match := _MESH.match(value):
@@ -281,7 +288,10 @@ def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
         for key, number in re.findall(r'([\w\-]+)="(\d+)"', attributes)
     }
     attributes = re.sub(r'"\d*"', '""', attributes)
-    return Instruction(name, shape, rest[:opening], operands, attributes, quoted)
+    opcode, target = rest[:opening], quoted.get("custom_call_target", "")
+    if opcode == "custom-call" and _STARTED.fullmatch(target):
+        opcode = target
+    return Instruction(name, shape, opcode, operands, attributes, quoted)
 
 
 def _depths(text: str) -> Iterator[int]:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,47 +20,56 @@ from optx_sync.trees import Tree
 Period = int | optax.Schedule
 
 
-class _DirectTransformation(optax.GradientTransformationExtraArgs):
+class _Direct(NamedTuple):
+    """What a wrapper can do beside Optax's `init` and `update`."""
+
+    update: Callable[..., Any]  # the one whose wrapper it is
+    apply: Callable[..., tuple[Tree, Any]]
+    communication_period: Period | None
+    moved: Callable[[Any, Tree, Tree], Any] | None
+
+
+def direct_transformation(
+    init: Callable[..., Any],
+    update: Callable[..., Any],
+    apply: Callable[..., tuple[Tree, Any]],
+    communication_period: Period | None = None,
+    moved: Callable[[Any, Tree, Tree], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that can also return the new parameters.
 
     Wrappers that compute new parameters would have to write them to memory as updates,
     for the caller to add. `apply(grads, state, params, **extra_args)` returns `(params,
     state)` instead, and compiles to the program that one would write by hand.
+
+    Its `update` carries that. A transformation is a tree of its two functions for JAX,
+    Flax and Orbax, which make another one of them: a class of ours would not survive.
+
+    Args:
+        init: As in Optax.
+        update: As in Optax.
+        apply: `(grads, state, params, **extra_args) -> (params, state)`.
+        communication_period: For `due`.
+        moved: `(state, before, after) -> state`, the state after another wrapper has
+            moved the parameters; `None` if the state does not depend on them.
     """
-
-    apply: Callable[..., tuple[Tree, Any]]
-    communication_period: Period | None
-    moved: Callable[[Any, Tree, Tree], Any] | None
-
-    def __new__(
-        cls,
-        init: Callable[..., Any],
-        update: Callable[..., Any],
-        apply: Callable[..., tuple[Tree, Any]],
-        communication_period: Period | None = None,
-        moved: Callable[[Any, Tree, Tree], Any] | None = None,
-    ) -> "_DirectTransformation":
-        """Make one.
-
-        Args:
-            init: As in Optax.
-            update: As in Optax.
-            apply: `(grads, state, params, **extra_args) -> (params, state)`.
-            communication_period: For `due`.
-            moved: `(state, before, after) -> state`, the state after another
-                wrapper has moved the parameters; `None` if the state does not
-                depend on them.
-        """
-        made = super().__new__(cls, init, _explained(init, update))
-        made.apply = _explained(init, apply)
-        made.communication_period = communication_period
-        made.moved = moved
-        return made
+    step: Any = _explained(init, update)
+    step.direct = _Direct(step, _explained(init, apply), communication_period, moved)
+    return optax.GradientTransformationExtraArgs(init, step)
 
 
-direct_transformation: Callable[..., optax.GradientTransformationExtraArgs] = (
-    _DirectTransformation
-)
+def _direct(tx: Any) -> _Direct | None:
+    """What a wrapper can do, `None` if this is another transformation."""
+    update = getattr(tx, "update", None)
+    found = getattr(update, "direct", None)
+    # `functools.wraps` copies it to a function that does something else.
+    return found if isinstance(found, _Direct) and found.update is update else None
+
+
+def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:
+    """How a center rule hears that its workers have been moved."""
+    found = _direct(tx)
+    return found and found.moved
 
 
 # The list to which the wrapper that takes the `weight` of a step adds itself.
@@ -167,8 +176,8 @@ def apply_gradients(
             "A step returns parameters and so needs them; got params=None. Call "
             "apply_gradients(tx, grads, state, params)."
         )
-    if isinstance(tx, _DirectTransformation):
-        return tx.apply(grads, state, params, **extra_args)
+    if found := _direct(tx):
+        return found.apply(grads, state, params, **extra_args)
     tx = check_inner(tx, "apply_gradients(tx, grads, state, params)", "tx")
     _refuse_what_follows(state)
     with explains_state(tx.init, state, params), explains_inner(grads):
@@ -232,7 +241,8 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         >>> [oxs.by_hand.due(tx, step) for step in range(6)]
         [False, False, True, False, False, True]
     """
-    period = tx.communication_period if isinstance(tx, _DirectTransformation) else tx
+    found = _direct(tx)
+    period = found.communication_period if found else tx
     if not callable(period):
         mend = (
             "due needs the transformation of a center rule, or 1 or more steps; inside "

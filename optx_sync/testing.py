@@ -27,6 +27,7 @@ from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.pieces import cut
 from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
 from optx_sync.rows.slices import IndexedSlices
+from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, leaves_with_names
 
 # (fact, the law that it is of, what was found, how to mend it): raises if it is false.
@@ -455,3 +456,6 @@ def _check_rows(
             "rows without a gradient, or their slots, do otherwise",
             "See the policies of rows in optx_sync.optimizers.rule.",
         )
+
+
+_readable(globals())

@@ -74,7 +74,7 @@ CENTER = {
     "`elastic_average`": instead(oxs.elastic_average, moving_rate=0.1, rho=0.5),
     "`agn`": instead(oxs.agn),
     "`axis_name=None`": Option(changes={"axis": None}),
-    "`communication_period`, a schedule": EVERY,
+    "a schedule of `communication_period`": EVERY,
     '`inner_state="average"`': Option({"inner_state": "average"}),
     '`inner_state="reset"`': Option({"inner_state": "reset"}),
     "`drop_nonfinite`": DROP,
@@ -113,7 +113,7 @@ SYNC_REPLICAS = {
 GOSSIP = {
     "`outer`": Option({"outer": optax.sgd(0.7)}),
     "`drop_nonfinite`": DROP,
-    "`communication_period`, a schedule": EVERY,
+    "a schedule of `communication_period`": EVERY,
     "`graph=graphs.ring()`": Option({"graph": oxs.graphs.ring()}),
     "`graph=graphs.exponential()`": Option({"graph": oxs.graphs.exponential()}),
     "`graph=graphs.random_pairs()`": Option({"graph": oxs.graphs.random_pairs()}),
@@ -177,18 +177,29 @@ def refused(title: str) -> Iterator[tuple[str, str, str]]:
                 yield one, other, said
 
 
+def listed(names: list[str]) -> str:
+    """Options of a cell, of which all exchanges have one name."""
+    every = list(exchanges())
+    if set(every) <= set(names):
+        names = [name for name in names if name not in every] + ["each `exchange=`"]
+    return ", ".join(names)
+
+
 def section(title: str) -> str:
-    """The table of a wrapper."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """The table of a wrapper: a row for each message, with all who are told it."""
+    others: dict[tuple[str, str], list[str]] = {}
     for one, other, said in refused(title):
-        found.setdefault((one, said.split(". ")[0].rstrip(".")), []).append(other)
+        others.setdefault((one, said.split(". ")[0].rstrip(".")), []).append(other)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (one, said), found in others.items():
+        rows.setdefault((listed(found), said), []).append(one)
     lines = [
-        f"| {one} | {', '.join(others)} | {said.replace('|', chr(92) + '|')}. |"
-        for (one, said), others in found.items()
+        f"| {listed(ones)} | {found} | {said.replace('|', chr(92) + '|')}. |"
+        for (found, said), ones in rows.items()
     ]
     name = title if title[0].isupper() else f"`{title}`"
     options = ", ".join(WRAPPERS[title][2])
-    head = ["| | with | what is said |", "|---|---|---|"] if lines else []
+    head = ["| option | with | what is said |", "|---|---|---|"] if lines else []
     return "\n".join([f"## {name}", "", f"Tried: {options}.", "", *head, *lines, ""])
 
 
@@ -199,9 +210,11 @@ def page() -> str:
 
 HEAD = """# What cannot be combined
 
-Every pair of the options below is tried in a test, and this page is written by it: what
-is not in a table works. Of each message the first sentence is shown; it goes on with
-what to do.
+Which options of the center rules (`diloco`, `local_sgd`, `elastic_average`, `agn`), of
+`cross_shard`, `sync_replicas` and `gossip` refuse each other. Every pair is tried in a
+test, which writes this page: what is not in a table works. "Each `exchange=`" is all
+those under "Tried". Of a message the first sentence is shown; it goes on with what to
+do. Other wrong calls: [mistakes](../mistakes.md).
 """
 
 

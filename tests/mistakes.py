@@ -1,9 +1,10 @@
-"""What users get wrong with `Workers`: the code of each row of the page `PAGE`.
+"""What users get wrong: the code of each row of the tables of `PAGE`.
 
-The page says what is told: an error's class and parts of its message, "..." between,
-or "Right: ". `tests/test_mistakes.py` tries each row.
+A row says what is told: parts of a message, "..." between. It may have several mistakes
+with "; " between. `tests/test_mistakes.py` tries each.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ CODE = {
     "The optimizer names another axis than `Workers`": (
         'tx = oxs.local_sgd(optax.sgd(0.1), "replicas")\n' + WITH
     ),
+    "A collective over an axis that there is not": (
+        "step = workers.step(lambda own, x: own + jax.lax.pmean(x[0, 0], 'worker'))\n"
+        "step(workers.start(0.0), inputs)"
+    ),
     "The mesh has no such axis": (
         'oxs.Workers(8, "workers", mesh=jax.make_mesh((8,), ("data",)))'
     ),
@@ -92,14 +97,14 @@ CODE = {
     ),
     "A list of devices for a mesh": 'oxs.Workers(8, "workers", mesh=jax.devices())',
     "Two numbers and one axis": 'oxs.Workers((2, 4), "workers")',
-    "No workers, or half of one": 'oxs.Workers(2.5, "workers")',
-    "Pods and chips in another order than the optimizer's wrappers": (
+    "Half a worker": 'oxs.Workers(2.5, "workers")',
+    "Pods and chips in another order than the wrappers": (
         PODS + 'workers = oxs.Workers((4, 2), ("chips", "pods"))\n' + WITH
     ),
-    "The same on a mesh": (
+    "the same on a mesh": (
         PODS + 'workers = oxs.Workers((4, 2), ("chips", "pods"), mesh=True)\n' + WITH
     ),
-    "Pods along explicit axes of a mesh": (
+    "Pods along explicit axes": (
         'names = ("pods", "chips")\n'
         "oxs.Workers((2, 4), names, mesh=jax.make_mesh((2, 4), names))"
     ),
@@ -109,10 +114,10 @@ CODE = {
         + 'assert params["w"].sharding.spec[0] == "workers"'
     ),
     "`start` forgotten": STEP + RUN,
-    "`start` of the parameters, but not of the optimizer's state": (
+    "`start` of the parameters alone": (
         "params = workers.start(params)\n" + STEP + RUN
     ),
-    "`tx.init` of parameters that are stacked": (
+    "`tx.init` of stacked parameters": (
         "params = workers.start(params)\nopt_state = tx.init(params)\n" + STEP + RUN
     ),
     "`start` of each alone": (
@@ -125,13 +130,13 @@ CODE = {
     "The state of another optimizer": (
         "opt_state = optax.adam(0.1).init(params)\n" + BEGIN + STEP + RUN
     ),
-    "The wrapper forgotten: each worker trains alone": (
+    "The wrapper forgotten": (
         "tx = optax.sgd(0.1)\n" + WITH + "workers.center((params, opt_state))"
     ),
-    "The center asked of parameters alone": (
+    "the center asked of parameters alone": (
         BEGIN + STEP + RUN + "workers.center(params)"
     ),
-    "The center asked of the optimizer's state alone, or in front": (
+    "The center asked of the optimizer's state in front": (
         BEGIN + "workers.center((opt_state, params))"
     ),
     "The center of replicas, which have none": (
@@ -172,14 +177,14 @@ CODE = {
         BEGIN + "step = workers.step(lambda params, state, x: (0.0, params), state=2)\n"
         "step(params, opt_state, inputs)"
     ),
-    "A step that changes NNX objects in place and returns nothing": (
+    "NNX objects changed in place, and nothing returned": (
         "model = workers.start(Model())\n"
         "def step(model, x):\n"
         "    model.layer.bias[...] += 1.0\n"
         "assert workers.step(step)(model, inputs) is None\n"
         "assert (model.layer.bias[...] == 1.0).all()"
     ),
-    "An NNX model where a batch belongs": (
+    "an NNX model where a batch belongs": (
         "step = workers.step(lambda total, model, x: total)\n"
         "step(workers.start(0.0), workers.start(Model()), inputs)"
     ),
@@ -193,18 +198,18 @@ CODE = {
         "model.scale = nnx.data(jnp.ones(3))\n"
         "workers.step(lambda model, x: None)(workers.start(model), inputs)"
     ),
-    "Tied weights in NNX": (
+    "tied weights in NNX": (
         "model = Model()\n"
         "model.again = model.layer\n"
         "model = workers.start(model)\n"
         "assert model.again.kernel is model.layer.kernel"
     ),
-    "Functions, flags and settings in an Equinox module": (
+    "functions and flags in an Equinox module": (
         "model = eqx.nn.MLP(3, 1, 4, 1, jax.nn.gelu, key=jax.random.key(0))\n"
         "model = workers.start((model, eqx.nn.Dropout(0.5)))\n"
         "assert model[0].activation is not None and model[1].p == 0.5"
     ),
-    "Half precision that becomes float32 in the step": (
+    "Half precision that becomes float32": (
         'state = workers.start({"w": jnp.zeros(3, jnp.bfloat16)})\n'
         'step = workers.step(lambda state, x: {"w": state["w"] + x.mean()})\n'
         "step(state, inputs)"
@@ -226,7 +231,7 @@ CODE = {
         "step = workers.step(lambda total, x: total + jnp.sum(jnp.asarray(x)))\n"
         "step(workers.start(0.0), [1.0, 2.0, 3.0, 4.0])"
     ),
-    "The state that was handed to a step used again": (
+    "A state used again after a step": (
         BEGIN + STEP + "step(params, opt_state, inputs, targets)\n" * 2
     ),
     "One array as state and as batch": (
@@ -241,7 +246,7 @@ CODE = {
         "step = workers.step(lambda total, key: (total, key))\n"
         "step(workers.start(0.0), jax.random.key(0))"
     ),
-    "Gradients averaged by hand, and reduced once more": (
+    "Gradients averaged by hand as well": (
         'tx = oxs.cross_shard(optax.sgd(0.1), "workers")\n'
         "def train_step(params, state, inputs, targets):\n"
         "    grads = jax.grad(loss)(params, inputs, targets)\n"
@@ -260,16 +265,24 @@ CODE = {
     "`optax.MultiSteps` around a center rule": (
         "tx = optax.MultiSteps(tx, 2).gradient_transformation()\n" + WITH
     ),
-    "`optax.MultiSteps` inside of it": (
+    "`optax.MultiSteps` inside of a center rule": (
         "inner = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()\n"
         'tx = oxs.diloco(inner, "workers")\n' + WITH
     ),
     "Something behind a center rule in `optax.chain`": (
         "tx = optax.chain(tx, optax.clip(1.0))\n" + WITH
     ),
+    "a wrapper that `copy.deepcopy` or `jax.tree.map` copied": (
+        "import copy\n"
+        "tx = jax.tree.map(lambda function: function, copy.deepcopy(tx))\n" + WITH
+    ),
     "`restore` before `start`": SAVE + 'oxs.Workers(8, "workers").restore(manager)',
     "`restore` where nothing was saved": BEGIN + "workers.restore(manager)",
     "A step that was not saved": SAVE + "workers.restore(manager, 7)",
+    "The checkpoint of a state that was not started": (
+        "manager.save(3, args=ocp.args.StandardSave((params, opt_state)))\n"
+        "manager.wait_until_finished()\n" + BEGIN + "workers.restore(manager)"
+    ),
     "The checkpoint of another optimizer": (
         SAVE
         + 'tx = oxs.diloco(optax.adam(0.1), "workers")\n'
@@ -300,7 +313,7 @@ CODE = {
         'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
     ),
     "A folder for the manager of checkpoints": BEGIN + "workers.restore(folder)",
-    "Another number of workers with parts and delay": (
+    "with parts and delay": (
         'tx = oxs.diloco(optax.sgd(0.1), "workers", communication_period=4,\n'
         "    fragments=2, delay=1)\n"
         'params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}\n'
@@ -348,8 +361,24 @@ CODE = {
 
 
 def told() -> dict[str, str]:
-    """What the page says to each mistake."""
-    table = PAGE.read_text().partition("| what was done | what is said |\n")[2]
-    rows = [x for x in table.partition("\n\n")[0].splitlines() if x.startswith("| ")]
-    halves = (row[2:-2].split(" | ", 1) for row in rows)
-    return {what: said.strip("`").replace("\\|", "|") for what, said in halves}
+    """What the page says to each mistake: an error's class, a ValueError where it names
+    none, and its message; or why it is right.
+    """
+    found: dict[str, str] = {}
+    tables = re.findall(
+        r"^\| what was done \| (\S+).*\n\|---.*\n((?:\|.*\n)*)",
+        PAGE.read_text(),
+        re.MULTILINE,
+    )
+    for head, rows in tables:
+        for row in rows.splitlines():
+            what, said = row[2:-2].split(" | ", 1)
+            said = said.strip("`")
+            if head == "why":
+                said = "Right: " + said
+            elif not re.match(r"\w+(Error|Warning): ", said):
+                said = "ValueError: " + said
+            for one in what.split("; "):
+                assert one not in found, one
+                found[one] = said
+    return found

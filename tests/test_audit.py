@@ -473,6 +473,31 @@ def test_an_asynchronous_wrapper_printed_beside_its_computation_counts_once():
     assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False, False, 0)]
 
 
+def test_what_a_program_starts_itself_is_a_custom_call_until_it_is_compiled():
+    """As `psum_start` and `ppermute_start` of JAX 0.12 are given to XLA."""
+    rows = hlo("""
+    HloModule jit_step
+
+    body {
+      x = f32[4,16] parameter(0)
+      s = f32[4,16] custom-call(x), custom_call_target="all-reduce-start", called_computations={add}, frontend_attributes={async_collective_config={"replica_groups": [[0, 2], [1, 3]], "use_global_device_ids": true, "channel_id": 1}}
+      y = f32[4,4] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+      d = f32[4,16] custom-call(s), custom_call_target="all-reduce-done"
+      p = f32[4,4] custom-call(y), custom_call_target="collective-permute-start", frontend_attributes={async_collective_config={"permutation": [[0, 2], [2, 0]], "channel_id": 2}}
+      e = f32[4,4] custom-call(p), custom_call_target="collective-permute-done"
+      ROOT r = (f32[4,16], f32[4,4]) tuple(d, e)
+    }
+    ENTRY main {
+      x = f32[4,16] parameter(0)
+      ROOT r = (f32[4,16], f32[4,4]) call(x), to_apply=body
+    }
+    """)  # noqa: E501
+    assert rows == [
+        Collective("all-reduce", 256, 1, ((0, 2), (1, 3)), False, True, 1),
+        Collective("collective-permute", 64, 1, ((0, 2), (2, 0)), False, False, 0),
+    ]
+
+
 def test_groups_of_meshes_over_permuted_devices_are_those_of_the_arrays():
     devices = jax.devices()
     order = [3, 1, 0, 2, 7, 6, 5, 4]

@@ -485,6 +485,10 @@ def grouped(groups):
     return reduced(group_assignment=groups)
 
 
+def sent(collective, x):
+    return run("vmap", lambda axis_name, x: collective(x, axis_name), x)
+
+
 test_refused = all_refused(globals())(r"""
 grouped(((0, 1), (2, 3)))
 grouped([(0, 1), (2, 3)])
@@ -519,6 +523,9 @@ reduced("rows")  # ValueError: (?s)No mapped axis.*'rows'.*update.*run
 oxs.reduce(jnp.ones(2), "data")
 oxs.localize(jnp.ones(2), "data")
     # ValueError: jax.shard_map or jax.pmap.*jax.vmap\(
+sent(oxs.exchange.gather, jnp.ones(4))  # ValueError: scalar has no.*x\[None\]
+sent(oxs.exchange.all_to_all, jnp.ones(4))  # ValueError: 4 rows.*float32\[\]
+sent(oxs.exchange.all_to_all, jnp.ones((4, 3)))  # ValueError: 4 rows.*float32\[3\]
 replicated_out(lambda x: oxs.reduce(x, "data", group_assignment=GROUPS), np.ones(4))
     # ValueError: out_specs
 """)

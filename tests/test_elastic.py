@@ -1,6 +1,8 @@
 """A run whose processes come and go is the run of the workers that there were."""
 
+import re
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from tests import scripts
+from optx_sync.front.processes import Processes
+from tests import missing_processes, scripts
 from tests.elastic_run import (
     AXIS,
     BATCH,
@@ -171,7 +174,7 @@ def test_a_save_that_another_process_cannot_read_is_taken_by_none(
             group.save(state)
     others = iter((True, False))  # its notes, but not its arrays
     monkeypatch.setattr(
-        oxs.elastic, "_everyone", lambda fine: next(others, True) and fine
+        Processes, "agree", lambda _, fine, place: next(others, True) and fine
     )
     group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
     group.restore_or_start(ONE)
@@ -221,6 +224,48 @@ def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
     with group:
         pass
     assert closed
+
+
+@pytest.mark.slow
+def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
+    """Three processes: one has died, one stays away, and one is told so, by names."""
+    children = scripts.launch(
+        missing_processes.__name__,
+        tmp_path,
+        missing_processes.PROCESSES,
+        lambda number, port: (tmp_path, number, port),
+    )
+    try:
+        code = children[0].wait(120)
+    finally:
+        for child in children:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    assert code == 0, "\n".join(log.read_text() for log in tmp_path.glob("*.log"))
+    host = re.escape(socket.gethostname())
+    known = rf"process 1 on {host}, process 2 on {host}\."
+    places = (
+        rf"the save at position 2 within 0\.5 s\. Missing: {known}",
+        rf"the end of the reading of .*/1 within .* {known}",
+        r"the reading of .*/1/default .* process 1, process 2\.",
+        r"the begin of the group in .* process 1, process 2\.",
+    )
+    told = (tmp_path / "told").read_text().splitlines()
+    for place, message in zip(places, told, strict=True):
+        assert re.match(f"Not all 3 processes came to {place}", message)
+
+
+def test_the_missing_that_the_service_does_not_name_are_counted():
+    told = Processes(60)._missing
+    said = "reached the barrier: 1/23.\n... Some timed out task names:\n{}\n\nRPC: 7\n"
+    for form in ("{}\n", "/job:jax_worker/replica:0/task:{}\n"):
+        listed = "".join(form.format(task) for task in range(21, 1, -1))
+        message = told("the save", said.format(listed))
+        assert "Missing: process 2, process 3, " in message
+        assert ", process 21, 2 more. Their" in message
+    assert "Missing: in other words. Their" in told("the save", "in other words")
+    with pytest.raises(ValueError, match="timeout must be a number in"):
+        Processes(0)
 
 
 def launch(folder, processes, rounds, steps):

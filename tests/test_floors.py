@@ -14,7 +14,7 @@ FILES = {
 }
 # The rooms of each floor.
 ROOMS = {
-    0: "hlo options shapes trees",
+    0: "hlo options shapes signatures trees",
     1: "forms rows",
     2: "checks",
     3: "audit comm",
@@ -61,7 +61,7 @@ GROUND = {
         "turns rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
-    "front": files("front/: checkpoints step comparison"),
+    "front": files("front/: processes checkpoints step comparison"),
     "simulate": files("simulate/: replay"),
     "runtime": files(
         "runtime/: messages protocol parts checkpoints server worker display metrics "

@@ -608,6 +608,28 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
             assert len(np.unique(jax.random.key_data(keys), axis=0)) == 6
 
 
+def test_orbax_of_either_version_restores_what_either_saved(tmp_path):
+    workers, six = oxs.Workers(4, AXIS, mesh=True), oxs.Workers(6, AXIS)
+    tx = RULES["chain"]
+    six.expect(lambda: (PARAMS, tx.init(PARAMS), jax.random.key(0)))
+    state = workers.start((PARAMS, tx.init(PARAMS), jax.random.key(0)))
+    versions = (ocp.CheckpointManager, ocp.v1.training.Checkpointer)
+    with ocp.CheckpointManager(tmp_path / "0") as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+    with ocp.v1.training.Checkpointer(tmp_path / "1") as checkpointer:
+        checkpointer.save(3, state)
+    with oxs.elastic.Group(tmp_path / "2", workers) as group:
+        group.position = 3
+        group.save(state)
+    for folder in "012":
+        for version in versions:
+            with version(tmp_path / folder) as manager:
+                same_bits(workers.restore(manager), state)
+                same_bits(six.restore(manager, 3), six.resize(state))
+    with pytest.raises(TypeError, match="Of Orbax v1 pass an"):
+        workers.restore(versions)
+
+
 def test_workers_begin_at_the_center_in_the_middle_of_a_round():
     """Those of a rule that takes it all; under elastic averaging who joins."""
     for name, others in (("chain", 0), ("elastic_average", 8)):

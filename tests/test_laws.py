@@ -7,6 +7,7 @@ What only one wrapper does is tested beside it; the optimizers' own laws are in
 import functools
 import inspect
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 import optx_sync as oxs
 from tests import scripts
+from tests.meshes import mesh_of
 from tests.transformations import AXIS, CENTERS, EXCHANGES, GRAPHS, N, made
 
 # An inner optimizer that knows missing gradients, and keeps its dtypes.
@@ -124,6 +126,38 @@ def test_a_state_keeps_its_types():
             updates = updates | {"unused": np.zeros((N, 2))}
         for leaf, param in PARAMS.items():
             assert updates[leaf].shape == (N, *np.shape(param)), (name, leaf)
+
+
+# What sends in every step, and how collectives are called in what JAX has traced.
+ALWAYS = ("cross_shard", "all_reduce_grads", "sync_replicas", "diloco, in_line")
+COLLECTIVES = r"\b(psum|pmax|pmin|ppermute|all_gather|all_to_all|reduce_scatter)\w*\["
+
+
+def test_a_step_that_does_not_meet_sends_nothing():
+    """Where JAX can refuse it at trace time (0.12) it does; nothing traced sends."""
+    forbid = getattr(jax.sharding, "no_collectives", lambda axes: nullcontext())
+    params, mesh = {"matrix": PARAMS["matrix"]}, mesh_of({AXIS: N})
+
+    def sent(tx, meet):
+        def step(grads, state, params):
+            return oxs.apply_gradients(tx, grads, state, params, meet=meet)
+
+        axes = oxs.by_hand.state_axes(tx, params)
+        ways = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+        mapped = oxs.by_hand.map_workers(step, AXIS, mesh=mesh, **ways)
+        every = jax.eval_shape(lambda: oxs.by_hand.replicate(params, N))
+        state = jax.eval_shape(lambda: oxs.by_hand.replicate(tx.init(params), N, axes))
+        return re.findall(COLLECTIVES, str(jax.make_jaxpr(mapped)(every, state, every)))
+
+    for name, tx in FEW.items():
+        if not name.startswith(ALWAYS):
+            with forbid({AXIS}):
+                assert not sent(tx, meet=False), name
+    assert sent(ALL["local_sgd"], meet=True) == ["psum"]
+    if hasattr(jax.sharding, "no_collectives"):
+        forbidden = pytest.raises(Exception, match="forbidden by `no_collectives`")
+        with forbid({AXIS}), forbidden:
+            sent(ALL["local_sgd"], meet=True)
 
 
 def test_a_state_is_made_of_placeholders_too():

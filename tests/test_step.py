@@ -1,5 +1,6 @@
 """`apply_gradients`, `meet=` and `due`: a step that returns parameters."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -137,6 +138,29 @@ def test_apply_gradients_of_any_transformation():
     got, _ = oxs.apply_gradients(tx, grads, state, PARAMS, value=1.0)
     updates, _ = tx.update(grads, state, PARAMS)
     chex.assert_trees_all_equal(got, optax.apply_updates(PARAMS, updates))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda tx: jax.tree.map(lambda leaf: leaf, tx)]
+)
+def test_a_copied_wrapper_is_the_same_as_one_of_optax(copied):
+    tx = oxs.local_sgd(optax.sgd(0.1), None, communication_period=2)
+    other = copied(tx)
+    assert other.update is tx.update and oxs.by_hand.due(other, 1)
+    chex.assert_trees_all_equal(other.init(PARAMS), tx.init(PARAMS))
+
+
+def test_who_wraps_the_update_of_a_wrapper_is_not_passed_over():
+    tx = oxs.local_sgd(optax.sgd(1.0), None, communication_period=1)
+
+    @functools.wraps(tx.update)
+    def still(*args, **kwargs):
+        updates, state = tx.update(*args, **kwargs)
+        return jax.tree.map(jnp.zeros_like, updates), state
+
+    mine = optax.GradientTransformationExtraArgs(tx.init, still)
+    new, _ = oxs.apply_gradients(mine, PARAMS, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(new, PARAMS)
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), oxs.local_sgd(optax.sgd(0.1), None)])

@@ -114,7 +114,9 @@ def parse(text: str) -> list[Collective]:
     """List the collectives in the text of a compiled program (`as_text()`, a dump).
 
     Args:
-        text: One HLO module as XLA prints it, from whatever platform.
+        text: One HLO module as XLA prints it, from whatever platform, or as JAX gave it
+            to XLA, `lowered.as_text("hlo")`: there a collective that the program starts
+            itself (`psum_start`, JAX 0.12) is a custom call, and is a row all the same.
 
     Returns:
         The rows of `collectives`.

@@ -16,6 +16,7 @@ from optx_sync.comm.varying import axes_of, require_local, require_varying
 from optx_sync.exchange.contract import Exchange
 from optx_sync.options import Refused
 from optx_sync.placement.fields import holds_center, lies_in_pieces
+from optx_sync.step import moved_by
 from optx_sync.trees import Tree
 
 
@@ -39,7 +40,7 @@ class Options(NamedTuple):
     @property
     def moved(self) -> Callable[[Any, Tree, Tree], Any] | None:
         """How a center rule in `inner` hears that its workers have been moved."""
-        return getattr(self.inner, "moved", None)
+        return moved_by(self.inner)
 
     @property
     def streams(self) -> bool:
@@ -85,7 +86,7 @@ TOGETHER: Refused[Options] = (
         "oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule.",
     ),
     (
-        lambda o: getattr(o.rule.outer, "moved", None) is not None,
+        lambda o: moved_by(o.rule.outer) is not None,
         "The rule's outer optimizer is a center rule itself, which cannot step on a "
         "center. Pass an optimizer as outer=, for example optax.sgd(0.1).",
     ),

@@ -45,6 +45,9 @@ class _Alone(tuple):
 
     __slots__ = ()
 
+    def __reduce__(self) -> str:  # a copy, and what is read from a pickle, is the same
+        return "ALONE"
+
 
 # Stands for `axis_name=None`: no axes. Reductions return their input; nothing is sent.
 ALONE = _Alone()
@@ -200,10 +203,37 @@ def psum(
 def gather(
     x: Shaped[Array, "rows ..."], axis_name: AxisName, groups: Groups | None = None
 ) -> Shaped[Array, "everyone ..."]:
-    """All-gather: the arrays of all replicas, concatenated along axis 0, equal on all.
+    """All-gather: the arrays of all replicas, concatenated along axis 0.
 
-    With `groups`, the arrays of this replica's group.
+    JAX's types know that the result is equal on all replicas. It runs wherever the axis
+    is mapped, also over two axes of `jax.vmap`, where `jax.lax.all_gather` fails.
+
+    Args:
+        x: This replica's array `[rows, ...]`, of any dtype. To stack arrays of any
+            shape, scalars too, pass `x[None]`: replica i's is row i of the result.
+        axis_name: The mapped axis, or a tuple of them; the first is major.
+        groups: For the library's own use.
+
+    Returns:
+        An array `[N rows, ...]` for N replicas; with `groups`, of this replica's group.
+
+    Raises:
+        ValueError: `x` is a scalar; `axis_name` is not bound, or is an axis of
+            `jax.vmap` inside `jax.shard_map(check_vma=True)`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def largest(x):
+        ...     return oxs.exchange.gather(x[None], "data").max(axis=0)
+        >>> jax.vmap(largest, axis_name="data")(jnp.array([1.0, 3.0, 2.0]))
+        Array([3., 3., 3.], dtype=float32)
     """
+    if not jnp.shape(x):
+        raise ValueError(
+            "gather joins the replicas' arrays along their first axis, and a scalar "
+            "has none. Gather x[None]: replica i's x is number i of the result."
+        )
     axes = reducible(axis_name)
     checked = checked_axes(axes)
     everyone = vary(x, checked)[None]
@@ -225,7 +255,36 @@ def gather(
 def all_to_all(
     x: Shaped[Array, "replicas ..."], axis_name: AxisName
 ) -> Shaped[Array, "replicas ..."]:
-    """All-to-all: row j of replica i's array becomes row i of replica j's result."""
+    """All-to-all: row j of replica i's array becomes row i of replica j's result.
+
+    It runs wherever the axis is mapped, also over two axes of `jax.vmap`.
+
+    Args:
+        x: This replica's array `[N, ...]`, of any dtype: a row for each of N replicas.
+        axis_name: The mapped axis, or a tuple of them; the first is major.
+
+    Returns:
+        An array like `x`: what each replica had for this one.
+
+    Raises:
+        ValueError: `x` has not N rows; `axis_name` is not bound, or is an axis of
+            `jax.vmap` inside `jax.shard_map(check_vma=True)`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def turned(x):
+        ...     return oxs.exchange.all_to_all(x, "data")
+        >>> jax.vmap(turned, axis_name="data")(jnp.array([[1, 2], [3, 4]]))
+        Array([[1, 3],
+               [2, 4]], dtype=int32)
+    """
+    size = axis_size(axis_name)
+    if jnp.shape(x)[:1] != (size,):
+        raise ValueError(
+            f"all_to_all needs {size} rows, one for each replica; got "
+            f"{x.dtype}{list(x.shape)}. Reshape to [{size}, ...], padded if need be."
+        )
     axes = reducible(axis_name)
     rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
     # Axis by axis, as JAX has none over two axes of vmap; the first is major.

@@ -4,8 +4,12 @@
 Exactly, by gradient compression, or robust to Byzantine replicas.
 """
 
+from optx_sync.comm.collectives import all_to_all as all_to_all
+from optx_sync.comm.collectives import gather as gather
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
+from optx_sync.exchange.contract import Code as Code
 from optx_sync.exchange.contract import Exchange as Exchange
+from optx_sync.exchange.contract import Halves as Halves
 from optx_sync.exchange.contract import Met as Met
 from optx_sync.exchange.error_feedback import error_feedback as error_feedback
 from optx_sync.exchange.power_sgd import power_sgd as power_sgd
@@ -18,3 +22,6 @@ from optx_sync.exchange.robust.coordinate import trimmed_mean as trimmed_mean
 from optx_sync.exchange.robust.distance import geometric_median as geometric_median
 from optx_sync.exchange.robust.distance import krum as krum
 from optx_sync.exchange.top_k import top_k as top_k
+from optx_sync.signatures import readable as _readable
+
+_readable(globals())

@@ -1,45 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of an Orbax checkpoint, by their names."""
 
-import os
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import by_name
 from optx_sync.forms import Form
-from optx_sync.trees import names_of
+from optx_sync.front.processes import Processes
+from optx_sync.placement.layout import Arrays
+from optx_sync.trees import Tree, names_of
+
+# What Orbax calls the arrays of a checkpoint: its CheckpointManager, and its v1.
+_ITEMS = ("default", "state")
 
 
-def check_manager(manager: Any) -> None:
-    """Refuse a folder in place of the manager of its checkpoints."""
-    if isinstance(manager, str | os.PathLike):
-        raise TypeError(
-            f"restore takes an Orbax CheckpointManager; got {str(manager)!r} of type "
-            f"{type(manager).__name__}. Pass ocp.CheckpointManager(folder)."
-        )
+class Source(NamedTuple):
+    """Where `Workers.restore` finds checkpoints, and how it reads one."""
+
+    directory: Any
+    latest: int | None
+    read: Callable[[Any, Tree], Tree]  # given the folder of the arrays, and shapes
 
 
-def saved(manager: Any, step: int | None) -> tuple[dict[Names, Any], Any]:
-    """(the shapes in an Orbax checkpoint by name, its structure)."""
+def source(manager: Any, timeout: float) -> Source:
+    """The checkpoints of an Orbax manager, of v0 or v1.
+
+    Their files are the same. They are read here: after its own reading, either lets
+    all processes wait for one another.
+    """
+    import orbax.checkpoint as ocp
+
+    processes = Processes(timeout)
+
+    def read(folder: Any, shapes: Tree) -> Tree:
+        processes.wait(f"the reading of {folder}")
+        args = ocp.args.StandardRestore(shapes)
+        arrays = ocp.StandardCheckpointHandler().restore(folder, args=args)
+        processes.wait(f"the end of the reading of {folder}")
+        return arrays
+
+    if isinstance(manager, Source):
+        return manager
+    if isinstance(manager, ocp.CheckpointManager):
+        return Source(manager.directory, manager.latest_step(), read)
+    v1 = getattr(ocp, "v1", None)  # older ones of Orbax have none
+    if v1 is not None and isinstance(manager, v1.training.Checkpointer):
+        last = manager.latest
+        return Source(manager.directory, None if last is None else last.step, read)
+    raise TypeError(
+        f"restore takes an Orbax CheckpointManager; got {str(manager)!r} of type "
+        f"{type(manager).__name__}. Pass ocp.CheckpointManager(folder). Of Orbax v1 "
+        "pass an ocp.training.Checkpointer."
+    )
+
+
+def saved(source: Source, step: int | None) -> tuple[Any, dict[Names, Any], Any]:
+    """(the folder of a checkpoint's arrays, their shapes by name, their structure)."""
     import orbax.checkpoint as ocp
 
     # The manager itself knows it only for what it saved itself.
     folders = {
         int(number[0]): path
-        for path in manager.directory.iterdir()
+        for path in source.directory.iterdir()
         if (number := re.findall(r"\d+$", path.name))
     }
     if step is None or step not in folders:
         raise ValueError(
-            f"There is no checkpoint of step {step} in {manager.directory}; there are "
+            f"There is no checkpoint of step {step} in {source.directory}; there are "
             f"those of {sorted(folders)}. Begin with what start gave without one."
         )
-    tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
-    return by_name(tree), jax.tree.structure(tree)
+    items = [folders[step] / name for name in _ITEMS]
+    folder = next((item for item in items if item.exists()), items[0])
+    tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    return folder, by_name(tree), jax.tree.structure(tree)
 
 
 def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
@@ -51,3 +88,22 @@ def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
         inside = (*name, "value")
         names.append(inside if variable and inside in saved else name)
     return names
+
+
+def check_like(
+    saved: Mapping[Names, Any], names: list[Names], arrays: Arrays, step: int | None
+) -> None:
+    """Refuse a checkpoint of another state than that of these arrays."""
+    for name, x in zip(names, arrays, strict=True):
+        which = f"The checkpoint of step {step} holds "
+        if name not in saved:
+            raise ValueError(
+                f"{which}no {'.'.join(name)}: it is of another state or optimizer. "
+                "Pass one like the saved as like=."
+            )
+        if len(shape := saved[name].shape) < x.ndim:
+            raise ValueError(
+                f"{which}{'.'.join(name)} of shape {shape}, without the workers' axes "
+                "in front: it was saved before start. Read it by manager.restore(step),"
+                " and start it."
+            )

@@ -224,6 +224,12 @@ class Step:
                 "or the center. The axes of Workers stand in the order of the "
                 f"optimizer's wrappers, the outermost first; here it is {layout.axes}."
             ) from error
+        except NameError as error:
+            if error.name is None:  # JAX's, of an axis; Python's says which name
+                error.add_note(
+                    f"The axes of Workers, in {self.name}, are {layout.axes}."
+                )
+            raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
         return layout.pinned(form, new, levels), results

@@ -24,6 +24,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
+from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
 from optx_sync.options import refuse
@@ -31,6 +32,7 @@ from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
 
@@ -502,26 +504,32 @@ class Workers:
         like: Tree = None,
         *,
         compare: bool = False,
+        timeout: float = TIMEOUT,
     ) -> Tree:
         """Read a state from a checkpoint of any number of workers, resized to these.
 
         The checkpoint holds the state as its own library saves it, whatever mesh or
         devices it lay on: `ocp.args.StandardSave(state)`, `StandardSave(nnx.state((
-        model, optimizer)))`, `StandardSave(eqx.filter(state, eqx.is_array))`.
+        model, optimizer)))`, `StandardSave(eqx.filter(state, eqx.is_array))`; or, with
+        Orbax v1, `checkpointer.save(step, state)`. Several processes call it together.
 
         Args:
-            manager: An Orbax `CheckpointManager`.
+            manager: An Orbax `CheckpointManager`; or a `Checkpointer` of its v1,
+                `from orbax.checkpoint import v1 as ocp; ocp.training.Checkpointer`.
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
                 the one given to `expect`.
             compare: Whether to refuse a checkpoint in which `fingerprint` finds
                 workers that differ from most where they should be equal.
+            timeout: Of several processes, how many seconds one waits until all have
+                come, and until all have read their part.
 
         Returns:
             The state, placed. NNX objects are new ones.
 
         Raises:
             TypeError: A folder in place of the manager.
+            TimeoutError: Processes did not come; it names them.
             ValueError: No checkpoint; nothing was started; the checkpoint of
                 another state; with `compare`, one in which workers differ.
 
@@ -537,10 +545,8 @@ class Workers:
             ...     six.restore(manager)["w"].shape
             (6, 3)
         """
-        import orbax.checkpoint as ocp
-
-        checkpoints.check_manager(manager)
-        step = manager.latest_step() if step is None else step
+        source = checkpoints.source(manager, timeout)
+        step = source.latest if step is None else step
         started = self._started if like is None else forms.split(like)
         if started is None:
             raise ValueError(
@@ -548,14 +554,9 @@ class Workers:
                 "state = workers.start(state), or pass a started state as like=."
             )
         form, arrays = started
-        saved, treedef = checkpoints.saved(manager, step)
+        folder, saved, treedef = checkpoints.saved(source, step)
         names = checkpoints.saved_names(form, saved)
-        for name in names:
-            if name not in saved:
-                raise ValueError(
-                    f"The checkpoint of step {step} holds no {'.'.join(name)}: it is "
-                    "of another state or optimizer. Pass one like the saved as like=."
-                )
+        checkpoints.check_like(saved, names, arrays, step)
         n, *_ = self._layout.numbers(form, [saved[name] for name in names])
         whole = SingleDeviceSharding(jax.devices()[0])
         if self.mesh is not None:
@@ -565,8 +566,8 @@ class Workers:
             place = x.sharding if n == self.sizes[0] else whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
-        args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
-        leaves = jax.tree.leaves(manager.restore(step, args=args))
+        shapes = treedef.unflatten(template.values())
+        leaves = jax.tree.leaves(source.read(folder, shapes))
         restored = dict(zip(saved, leaves, strict=True))
         found = [restored[name] for name in names]
         state = form.merge(found)
@@ -680,3 +681,6 @@ def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
             "is no wrapper's of this package, workers train alone and never meet.",
             stacklevel=3,
         )
+
+
+_readable(globals())

@@ -32,4 +32,7 @@ from optx_sync.optimizers.grad_variance_scaled import (
 )
 from optx_sync.optimizers.keras import keras as keras
 from optx_sync.optimizers.slots import slot as slot
+from optx_sync.signatures import readable as _readable
 from optx_sync.optimizers.slots import slot_names as slot_names
+
+_readable(globals())

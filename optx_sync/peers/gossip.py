@@ -42,6 +42,7 @@ from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, rando
 from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.placement import fields
 from optx_sync.shapes import Array, Float, Int32
+from optx_sync.signatures import readable as _readable
 from optx_sync.step import direct_transformation, landing_update
 from optx_sync.trees import (
     Tree,
@@ -450,3 +451,6 @@ def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(at_least_float32(x.dtype)) if is_floating(x.dtype) else x
+
+
+_readable(globals())

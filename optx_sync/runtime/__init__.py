@@ -21,3 +21,6 @@ from optx_sync.runtime.ray_actors import start_servers as start_servers
 from optx_sync.runtime.server import Server as Server
 from optx_sync.runtime.worker import Connection as Connection
 from optx_sync.runtime.worker import Worker as Worker
+from optx_sync.signatures import readable as _readable
+
+_readable(globals())

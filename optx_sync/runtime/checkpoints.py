@@ -2,13 +2,11 @@
 """A server's checkpoints: numbered folders that Orbax writes and reads."""
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
 import pathlib
 import socket
-import time
 import weakref
 from typing import Any, ClassVar
 
@@ -36,35 +34,30 @@ class Lock:
     )
 
     def __init__(self, folder: pathlib.Path):
+        import filelock
+
+        path = folder / "lock"
         # The holder rewrites the text; the file itself stays. A link is not followed:
         # what it leads to would be emptied.
-        if (folder / "lock").is_symlink():
+        if path.is_symlink():
             raise ValueError(
-                f"{folder / 'lock'} is a symbolic link and would be written to. Delete "
-                "it, or pass another checkpoint_dir."
+                f"{path} is a symbolic link and would be written to. Delete it, or "
+                "pass another checkpoint_dir."
             )
-        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self._file: int = os.open(folder / "lock", how, 0o666)
-        end = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    who = os.read(self._file, 200).decode(errors="replace")
-                    os.close(self._file)
-                    raise ValueError(
-                        f"Another run saves to {folder}: {who or 'it does not say who'}"
-                        ". Two would overwrite one another. Wait for its end, or pass "
-                        "another checkpoint_dir."
-                    ) from None
-                time.sleep(0.1)
-        weakref.finalize(self, os.close, self._file)
-        who = f"process {os.getpid()} on {socket.gethostname()}"
+        # Of the process: a server is called by many threads.
+        self._lock: Any = filelock.FileLock(path, LOCK_SECONDS, thread_local=False)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            who = path.read_text(errors="replace")[:200]
+            raise ValueError(
+                f"Another run saves to {folder}: {who or 'it does not say who'}. Two "
+                "would overwrite one another. Wait for its end, or pass another "
+                "checkpoint_dir."
+            ) from None
+        self._file: os.stat_result = path.stat()
         with contextlib.suppress(OSError):  # The disk is full: it is held all the same.
-            os.ftruncate(self._file, 0)
-            os.write(self._file, who.encode())
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> "Lock":
@@ -77,7 +70,7 @@ class Lock:
     def _is_in(self, folder: pathlib.Path) -> bool:
         """Whether the lock's file is still in this folder, and not in a renamed one."""
         there = folder / "lock"
-        return there.exists() and os.path.samestat(os.fstat(self._file), there.stat())
+        return there.exists() and os.path.samestat(self._file, there.stat())
 
 
 class Checkpoints:
@@ -90,10 +83,11 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str]):
         try:
+            import filelock  # noqa: F401 # by Lock
             import orbax.checkpoint
         except ImportError as error:
             raise ImportError(
-                "checkpoint_dir needs Orbax: pip install 'optx-sync[ray]'."
+                "checkpoint_dir needs Orbax and filelock: pip install 'optx-sync[ray]'."
             ) from error
         self.folder: Any = self.path_of(folder)
         self._lock: Lock | None = None

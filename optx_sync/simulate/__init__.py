@@ -6,6 +6,7 @@ here worker by worker, to test and study the effects of asynchrony on training, 
 thousands of workers if necessary.
 """
 
+from optx_sync.signatures import readable as _readable
 from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRecord
 from optx_sync.simulate.asynchronous import AsynchronousState as AsynchronousState
 from optx_sync.simulate.asynchronous import WorkerState as WorkerState
@@ -13,3 +14,5 @@ from optx_sync.simulate.asynchronous import asynchronous as asynchronous
 from optx_sync.simulate.sync_replicas import SyncReplicasMachine as SyncReplicasMachine
 from optx_sync.simulate.sync_replicas import SyncReplicasRecord as SyncReplicasRecord
 from optx_sync.simulate.sync_replicas import sync_replicas as sync_replicas
+
+_readable(globals())

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.cases import OPTIMIZERS
+from tests.transformations import made
 
 MACHINES = 100
 FEATURES, STEPS, LINES, WIDTH = 30, 40, 3, 6
@@ -163,3 +164,8 @@ def test_every_peer_has_one_of_ours(module):
         assert jax.eval_shape(make().init, jnp.ones(3))
     running = {key for row in peers.KERNELS.values() for key in row.get("running", ())}
     assert running == set(peers.RUNNING)
+
+
+def test_every_wrapper_is_killed(module):
+    named = {name.split(",")[0].split(" ")[0] for name in module("resumed").CASES}
+    assert named == {name.partition(",")[0] for name in made()} - {"nested"}

@@ -11,8 +11,8 @@ from tests.benchmarks.reading import BENCHMARKS
 PAGES = {"bench_steps": ("bench_dense", "bench_sparse")}
 SCRIPTS = sorted(
     path.stem
-    for kind in ("bench", "reproduce")
-    for path in BENCHMARKS.glob(f"{kind}_*.py")
+    for kind in ("bench_*", "reproduce_*", "resumed")
+    for path in BENCHMARKS.glob(f"{kind}.py")
 )
 
 

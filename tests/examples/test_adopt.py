@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,15 @@ import pytest
 from tests import scripts
 
 ROOT = Path(__file__).parents[2]
-STYLES = "nnx", "linen", "equinox", "pmap"
-# What a page changes, block by block: in which program, and how many lines at most.
+# The styles, and the tab of the page that each has in every section.
+TABS = {
+    "nnx": "Flax NNX",
+    "linen": "Flax Linen",
+    "equinox": "Equinox",
+    "pmap": "pmap",
+}
+TAB = r'^=== "(.*)"\n((?:\n| {4}.*\n)*)'
+# What the page changes, block by block: in which program, and how many lines at most.
 STEPS = {
     "replicas": ("plain", 8),
     "diloco": ("replicas", 8),
@@ -19,6 +27,8 @@ STEPS = {
 }
 # Under pmap at first the import, and two lines.
 TWO_LINES = {"two_lines": ("plain", 3)}
+# Workers that are sharded: a block of another page.
+SHARDED = {"fsdp": ("diloco", 12)}
 # A style's own name for what is measured at the end, and what it must be.
 ENDS = {"pmap": (r"test accuracy (\d+\.\d)%", lambda x: x > 60)}
 OTHERS = r"held-out loss (\d\.\d{3})", lambda x: x < 3.3
@@ -41,30 +51,42 @@ def applied(lines, block):
     return lines
 
 
+def diffs(page):
+    return re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+
+
 def programs(style):
-    """The plain one, and what its page makes of it; their lines, without blank ones."""
+    """The plain one, and what the pages make of it; their lines, without blank ones."""
     plain = (ROOT / "examples" / "adopt" / f"plain_{style}.py").read_text()
     page = (ROOT / "docs" / "your-program.md").read_text()
-    title = {"nnx": "Flax NNX", "linen": "Flax Linen"}.get(style, style.title())
-    section = re.split("^#+ (?=Flax|Equinox|pmap)", page, flags=re.MULTILINE)
-    (page,) = (x for x in section if x.lower().startswith(title.lower()))
-    steps = (TWO_LINES if style == "pmap" else {}) | STEPS
+    tabs = re.findall(TAB, page, re.MULTILINE)
+    assert {name for name, _ in tabs} == set(TABS.values())
+    # What stands outside of all tabs is for all styles.
+    page = re.sub(
+        TAB,
+        lambda tab: textwrap.dedent(tab[2]) if tab[1] == TABS[style] else "",
+        page,
+        flags=re.MULTILINE,
+    )
+    steps, blocks = (TWO_LINES if style == "pmap" else {}) | STEPS, diffs(page)
+    if style == STYLE:
+        steps = steps | SHARDED
+        blocks += diffs((ROOT / "docs" / "large-models.md").read_text())
     made = {"plain": [x for x in plain.splitlines() if x.strip()]}
-    blocks = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
     for (name, (before, _)), block in zip(steps.items(), blocks, strict=True):
         made[name] = applied(made[before], block)
     return made
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", TABS)
 def test_few_lines_change(style):
     made = programs(style)
-    for name, (before, most) in (STEPS | TWO_LINES).items():
+    for name, (before, most) in (STEPS | TWO_LINES | SHARDED).items():
         if name in made:
             assert 0 < changed(made[before], made[name]) <= most, name
 
 
-# Replicas and pods are the same lines on each page: those of one are run.
+# Replicas and pods are the same lines in each style: those of one are run.
 OF_ONE, STYLE = ("replicas", "pods"), "nnx"
 # One after another in one process, whose small programs compile once.
 ALL = """
@@ -80,7 +102,7 @@ def trained(tmp_path_factory):
     """What programs print: losses by step, and what they measure at the end."""
     folder = tmp_path_factory.mktemp("adopt")
     asked, runs = [], []
-    for style in STYLES:
+    for style in TABS:
         for name, lines in programs(style).items():
             if name in OF_ONE and style != STYLE:
                 continue
@@ -104,7 +126,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", TABS)
 def test_they_train(style, trained):
     """Also from a checkpoint: the same program, and with six workers in its place."""
     alone = trained[style, "plain"]
@@ -113,6 +135,7 @@ def test_they_train(style, trained):
         # Replicas make the update of one device, with other dropout masks.
         assert trained[style, "replicas"][10] == pytest.approx(alone[10], rel=0.05)
         assert trained[style, "pods"].keys() == {0, 10}
+        assert trained[style, "fsdp"][0] == pytest.approx(alone[0], rel=0.05)
     assert trained[style, "six_workers"].keys() == {20, 30}
     if style == "pmap":
         assert trained[style, "two_lines"] == pytest.approx(alone, rel=1e-2)

@@ -110,7 +110,6 @@ def agn(
         Hermans, Spanakis, Moeckel, "Accumulated Gradient Normalization", 2017, arXiv
         1710.02368. TensorFlow 1.15, `tf.contrib.opt.AGNOptimizer`.
     """
-    check_inner(inner, _CALL)
     if outer is None and accumulate == "gradients":
         outer = inner
     return center_variable(

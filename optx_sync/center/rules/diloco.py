@@ -85,7 +85,6 @@ def diloco(
         Models", 2023, arXiv 2311.08105. Charles et al., "Communication-Efficient
         Language Model Training Scales Reliably and Robustly", 2025, arXiv 2503.09799.
     """
-    check_inner(inner, _CALL)
     return center_variable(
         inner,
         diloco_rule(outer),

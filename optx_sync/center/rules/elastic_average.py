@@ -12,7 +12,7 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner, integer, shows_call
+from optx_sync.checks import integer, shows_call
 from optx_sync.comm.collectives import AxisName
 from optx_sync.trees import Tree
 
@@ -175,7 +175,6 @@ def elastic_average(
         Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", 2015,
         arXiv 1412.6651. TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer`.
     """
-    check_inner(inner, _CALL)
     rule = elastic_rule(moving_rate=moving_rate, rho=rho, learning_rate=learning_rate)
     if num_workers is not None:
         num_workers = integer("num_workers", num_workers, "Leave it out, or pass 8.")

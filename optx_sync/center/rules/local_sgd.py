@@ -7,7 +7,7 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner, shows_call
+from optx_sync.checks import shows_call
 from optx_sync.comm.collectives import AxisName
 
 _CALL = "oxs.local_sgd(optax.adamw(1e-3), 'workers', communication_period=10)"
@@ -79,7 +79,6 @@ def local_sgd(
         1805.09767. Lin et al., "Don't use large mini-batches, use local SGD", 2018,
         arXiv 1808.07217.
     """
-    check_inner(inner, _CALL)
     return center_variable(
         inner,
         local_sgd_rule(),

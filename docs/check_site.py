@@ -1,0 +1,155 @@
+"""Look at every page of the built site in a browser, and say what is wrong with it.
+
+    make docs
+    pip install playwright        # its own browsers are not needed
+    python docs/check_site.py site --browser /usr/bin/chromium
+
+Pages are opened from the disk, as wide as a laptop's window and as a phone's, light and
+dark; every diff is copied, and what hooks.py says of searches is tried. No test: it
+wants a browser, and two minutes.
+"""
+
+import argparse
+import collections
+import sys
+from pathlib import Path
+
+from hooks import SEARCHES
+from playwright.sync_api import sync_playwright
+
+WIDTHS = 1280, 420
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+--disable-background-networking --disable-component-update""".split()
+
+# Each finding is [what, where].
+LOOK = r"""() => {
+  const found = [], page = document.documentElement;
+  if (page.scrollWidth > innerWidth)
+    found.push(["page wider than window", page.scrollWidth]);
+  const article = document.querySelector("article");
+  const lines = (node, start, end) => {
+    const range = document.createRange();
+    range.setStart(node, start);
+    range.setEnd(node, end);
+    const rects = [...range.getClientRects()].filter((rect) => rect.width > 0.5);
+    const width = rects.reduce((sum, rect) => sum + rect.width, 0);
+    if (width > article.clientWidth) return 1;  // A sum of 64 digits has to break.
+    return new Set(rects.map((rect) => Math.round(rect.top))).size;
+  };
+  const walker = document.createTreeWalker(article, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); ) {
+    const of = node.parentElement;
+    if (of.closest("pre, math, script, style, .md-source-file")) continue;
+    for (const word of node.data.matchAll(/\w+/g)) {
+      if (lines(node, word.index, word.index + word[0].length) > 1)
+        found.push(["word broken" + (of.closest("table") ? ", table" : ""), word[0]]);
+    }
+  }
+  const dark = document.body.dataset.mdColorScheme === "slate";
+  for (const image of article.querySelectorAll("img")) {
+    const name = image.getAttribute("src"), look = getComputedStyle(image);
+    if (!image.complete || !image.naturalWidth) found.push(["image not there", name]);
+    if (dark && look.backgroundColor !== "rgb(255, 255, 255)")
+      found.push(["image without a white card", name]);
+  }
+  return found;
+}"""
+
+
+def look_at(browser, site, width, scheme):
+    """All findings (page, what, where) of the pages at one width and in one scheme."""
+    view = {"width": width, "height": 900}
+    page = browser.new_page(viewport=view, color_scheme=scheme)
+    found = []
+
+    def note(what, where):
+        found.append((name, what, str(where)))
+
+    page.on("pageerror", lambda error: note("error of a script", error))
+    page.on("console", lambda said: said.type == "error" and note("console", said.text))
+    page.on("request", lambda asked: asked.url[:4] == "http" and note("web", asked.url))
+    for path in sorted(site.rglob("*.html")):
+        name = str(path.relative_to(site))
+        if name == "404.html":
+            continue
+        page.goto(path.as_uri())
+        for what, where in page.evaluate(LOOK):
+            note(what, where)
+        if page.evaluate("document.body.dataset.mdColorScheme") != (
+            "slate" if scheme == "dark" else "default"
+        ):
+            note("does not follow the system", scheme)
+    page.close()
+    return found
+
+
+def search(browser, site):
+    """Findings of the searches whose page is not among the first two."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((site / "index.html").as_uri())
+    page.keyboard.press("/")
+    for words, wanted in SEARCHES.items():
+        field = page.locator(".md-search__input")
+        field.fill("")
+        page.wait_for_timeout(300)
+        field.press_sequentially(words, delay=20)
+        page.wait_for_timeout(1000)
+        links = page.locator(".md-search-result__link").evaluate_all(
+            "links => links.map((link) => link.href)"
+        )
+        pages = [link.split("/")[-1].split(".html")[0] + ".md" for link in links]
+        pages = list(dict.fromkeys(pages))
+        print(f"{words}: {', '.join(pages[:4])}")
+        if not set(wanted) <= set(pages[:2]):
+            yield "search", words, f"{wanted} not first: {pages[:4]}"
+    page.close()
+
+
+def copy(browser, site):
+    """Findings of diffs whose copies are not the new program."""
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page, seen = context.new_page(), 0
+    for path in sorted(site.rglob("*.html")):
+        if 'class="language-diff' not in path.read_text():
+            continue
+        name = str(path.relative_to(site))
+        page.goto(path.as_uri())
+        blocks = page.locator(".language-diff")
+        for number in range(blocks.count()):
+            block, seen = blocks.nth(number), seen + 1
+            lines = block.locator("code").text_content().rstrip("\n").split("\n")
+            wanted = [line[1:] for line in lines if not line.startswith("-")]
+            # One in a tab that is not open is clicked there, too.
+            block.locator("button").first.evaluate("button => button.click()")
+            copied = page.evaluate("navigator.clipboard.readText()")
+            if copied.rstrip() != "\n".join(wanted).rstrip():
+                yield name, "copied diff", copied[:60]
+    context.close()
+    print(f"{seen} diffs copied")
+
+
+def main():
+    """Look, and print what was found."""
+    parser = argparse.ArgumentParser(description="Look at every page in a browser.")
+    parser.add_argument("site", type=Path, help="the folder of the built pages")
+    parser.add_argument("--browser", default="/usr/bin/chromium")
+    options = parser.parse_args()
+    site, found = options.site.resolve(), []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=options.browser, args=FLAGS
+        )
+        for width in WIDTHS:
+            for scheme in ("light", "dark"):
+                some = look_at(browser, site, width, scheme)
+                kinds = collections.Counter(what for _, what, _ in some)
+                print(f"{width} pixels, {scheme}: {dict(kinds) or 'nothing found'}")
+                found += some
+        found += [*copy(browser, site), *search(browser, site)]
+    for finding, times in collections.Counter(found).items():
+        print(*finding, f"({times})" * (times > 1), sep="  ")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
