@@ -80,7 +80,7 @@ bench: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/report.py $(QUICK)
 
 reproduce: $(VENV)/demo-installed
-	set -e; for script in benchmarks/reproduce_*.py; do $(RUN)/python $$script $(QUICK); done
+	set -e; for script in benchmarks/reproduce_*.py benchmarks/resumed.py; do $(RUN)/python $$script $(QUICK); done
 	$(RUN)/python benchmarks/report.py $(QUICK)
 
 # Kills workers and servers: the better part of an hour; FAULTS=--resume goes on with a table.
