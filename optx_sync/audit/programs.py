@@ -30,6 +30,10 @@ _IDLE = (
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
+    `bytes` are those of its operands on one device. What the device sends of them
+    depends on the kind: of an all-gather N - 1 times as much, of an all-reduce on a
+    ring 2 (N - 1) / N times; `time` counts that.
+
     `groups` holds the sets of devices that exchange with each other, or for a
     "collective-permute" and a "send" the (source, target) pairs. It is empty where the
     program does not say, as for transfers between TPU slices.

@@ -38,7 +38,8 @@ def slot(state: optax.OptState, name: str) -> Tree:
     """A slot of an optimizer by its name: a tree like the parameters.
 
     Args:
-        state: The state of any optimizer.
+        state: The state of any optimizer, as `opt_state` of a Flax NNX optimizer or of
+            a TrainState.
         name: One of `slot_names(state)`, or a longer form of it.
 
     Returns:
@@ -46,6 +47,7 @@ def slot(state: optax.OptState, name: str) -> Tree:
 
     Raises:
         ValueError: No slot, or more than one, has this name.
+        TypeError: The state is not that of an optimizer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,10 +59,15 @@ def slot(state: optax.OptState, name: str) -> Tree:
     wanted = name.split(".")
     found = [tree for path, tree in _slots(state) if _ends(path, wanted)]
     if len(found) != 1:
+        names = slot_names(state)
+        if not all(names):  # a tree of arrays alone has a path of no names
+            raise TypeError(
+                f"state must be that of an optimizer; got {type(state).__name__}. Pass "
+                "opt_state of a Flax NNX optimizer, or of a TrainState."
+            )
         what = "No slot" if not found else "More than one slot"
         raise ValueError(
-            f"{what} of this state has the name {name!r}. Pass one of "
-            f"{slot_names(state)}."
+            f"{what} of this state has the name {name!r}. Pass one of {names}."
         )
     return found[0]
 
