@@ -121,12 +121,12 @@ dist:
 # with the installed files in place of the folder's own.
 try-sdist try-wheel: try-%:
 	set -e; dist=$$PWD/dist; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
-	tar xf $$dist/optx_sync-*.tar.gz -C $$folder --strip-components 1; cd $$folder; \
-	$(PYTHON) -m venv empty; \
-	$(if $(TRIED),PIP_CONSTRAINT=$(TRIED) PIP_BUILD_CONSTRAINT=$(TRIED)) empty/bin/python -m pip install --quiet \
+	mkdir $$folder/source; tar xf $$dist/optx_sync-*.tar.gz -C $$folder/source --strip-components 1; \
+	cd $$folder/source; $(PYTHON) -m venv ../empty; \
+	$(if $(TRIED),PIP_CONSTRAINT=$(TRIED) PIP_BUILD_CONSTRAINT=$(TRIED)) ../empty/bin/python -m pip install --quiet \
 		"$(if $(filter wheel,$*),$$(ls $$dist/*.whl),.)[test]"; \
-	$(if $(filter wheel,$*),rm -r optx_sync; ln -s "$$(echo empty/lib/python*/site-packages/optx_sync)";) \
-	empty/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(if $(filter wheel,$*),rm -r optx_sync; ln -s "$$(echo $$folder/empty/lib/python*/site-packages/optx_sync)";) \
+	../empty/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 clean:
 	rm -rf .venv .venv-* site build dist .pytest_cache .ruff_cache
