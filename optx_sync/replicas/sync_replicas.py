@@ -289,7 +289,7 @@ class _SyncReplicas(NamedTuple):
         checks.check_params(params)
         tokens.check_variables(params)
         empty = accumulator.start_accumulator(params, self.dtype)
-        weights = empty.row_weights.dtype
+        weights = accumulator.weight_dtype(empty.sums)
 
         def own(tree: Tree) -> Tree:
             # A replica's own fields vary over the axis from the start.
