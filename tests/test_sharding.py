@@ -245,8 +245,8 @@ def test_weights_of_rows_lie_as_their_tables():
     lying = jax.device_put(
         jnp.ones((8, 3)), NamedSharding(mesh_of({"parts": 4}), P("parts"))
     )
-    weights: Any = tx.init(lying).accumulator.row_weights
-    assert weights.sharding == lying.sharding
+    state: Any = tx.init(lying)
+    assert state.accumulator.row_weights.sharding == lying.sharding
     tables = 4 * (16 * 3 + 8 * 5 + 16 + 8) // 4  # a device's shards, with their weights
     met = [row.bytes for row in sent if row.groups == ((0, 4), (1, 5), (2, 6), (3, 7))]
     assert sum(met) < tables + 64
