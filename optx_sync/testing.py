@@ -8,8 +8,10 @@ declared, what was found, and how to mend it; call them in your tests. The libra
 pass the same checks.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -24,11 +26,14 @@ from optx_sync.center.lockstep import center_variable
 from optx_sync.checks import check_inner, integer
 from optx_sync.comm.varying import localize
 from optx_sync.exchange import contract as exchanges
+from optx_sync.exchange.error_feedback import ErrorFeedbackState, error_feedback
 from optx_sync.exchange.pieces import cut
 from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, leaves_with_names
+
+__all__ = ["check_exchange", "check_optimizer", "check_rule"]
 
 # (fact, the law that it is of, what was found, how to mend it): raises if it is false.
 Hold: TypeAlias = Callable[[bool, str, str, str], None]
@@ -36,6 +41,8 @@ _AXIS = "workers"
 # How exactly the law holds: where the loss is known, and where nobody knows what is
 # rounded, to half precision for example.
 _KNOWN, _ROUNDED = 1e-5, 2.0**-6
+# For so many rounds error feedback gets one and the same tree.
+_ROUNDS = 100
 _SHAPES = {
     "matrix": jax.ShapeDtypeStruct((6, 5), np.float32),
     "half": jax.ShapeDtypeStruct((3, 4), jnp.bfloat16),
@@ -56,7 +63,8 @@ def check_rule(
 
     Its formulas are called on arrays of one shape: they read nothing but what `reads`
     names, and keep shapes and dtypes; `contribute` is affine if `affine` says so; a
-    worker's state keeps its types in a step of `oxs.center_variable`.
+    worker's state keeps its types in a step of `oxs.center_variable`. Whether workers
+    that follow the rule converge is not asked.
 
     Args:
         rule: The rule.
@@ -127,13 +135,14 @@ reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
 def check_exchange(exchange: exchanges.Exchange, *, replicas: int = 8) -> None:
     """Hold an `Exchange` to what it declares, and to the laws.
 
-    Two rounds of `meet` under `jax.vmap`, of arrays of several shapes and dtypes, with
-    weights and without: the mean is equal on all replicas and has their dtypes; a
-    replica of weight 0 leaves no trace, NaN or not; without any weight the mean is 0;
-    sums are right; the state keeps its types. Of a `linear` one the law of what is
-    lost holds; an `exact` one gives the plain mean, also in groups and of rows; one
-    that `takes_weights` uses them; `scatter` gives pieces of the mean, and `code` knows
-    what it loses.
+    Two rounds of `meet` under `jax.vmap`, of arrays of several shapes and dtypes, also
+    a scalar and an empty one, with weights and without: the mean is equal on all
+    replicas and has their dtypes; a replica of weight 0 leaves no trace, NaN or not;
+    without any weight the mean is 0; sums are right; the state keeps its types. Of a
+    `linear` one the law of what is lost holds, and a warning says where
+    `error_feedback` around it would explode; an `exact` one gives the plain mean, also
+    in groups and of rows; one that `takes_weights` uses them; `scatter` gives pieces of
+    the mean, and `code` knows what it loses.
 
     Args:
         exchange: The exchange.
@@ -156,7 +165,8 @@ times NaN is NaN. oxs.reduce(tree, axis_name, weight=weight) does.
     """
     exchange = exchanges.check_exchange(exchange)
     hold = functools.partial(_hold, "Exchange")
-    start = jax.eval_shape(exchange.init, _SHAPES)
+    with _given():
+        start = jax.eval_shape(exchange.init, _SHAPES)
     _hold_types(hold, "of shapes, from `init`,", start, exchange.init(_SHAPES))
     silent = exchange.remembers or not jax.tree.leaves(start)
     hold(silent, "remembers=False", "init returns arrays", "Leave remembers out.")
@@ -174,7 +184,8 @@ times NaN is NaN. oxs.reduce(tree, axis_name, weight=weight) does.
         return jax.lax.scan(one, localize(exchange.init(tree), _AXIS), length=2)[1]
 
     # Arrays [cases, replicas, rounds, ...].
-    every = jax.jit(jax.vmap(jax.vmap(meet, axis_name=_AXIS)))(trees, weights)
+    with _given():
+        every = jax.jit(jax.vmap(jax.vmap(meet, axis_name=_AXIS)))(trees, weights)
     means, lost, totals, also = jax.tree.map(np.asarray, every)
     first = jax.tree.map(lambda x: x[0], trees)
     alike = jax.jit(jax.vmap(meet, axis_name=_AXIS))(first)[0]
@@ -193,6 +204,11 @@ times NaN is NaN. oxs.reduce(tree, axis_name, weight=weight) does.
     ignored = exchange.takes_weights and all(_close(x[1], x[4]) for x in means.values())
     hold(not ignored, "takes_weights=True", "others change nothing", "Leave it out.")
     _check_forms(exchange, hold, first, jax.tree.map(lambda x: x[0, :, 0], means))
+    # Error feedback that is fed back once more owes more, too.
+    if exchange.linear and not (
+        exchange.exact or isinstance(start, ErrorFeedbackState)
+    ):
+        _warn_of_growth(exchange, first)
 
 
 def check_optimizer(
@@ -258,6 +274,45 @@ differs without parameters. Declare needs_params=True.
 def _hold(what: str, fact: bool, law: str, found: str, mend: str) -> None:
     if not fact:
         raise ValueError(f"This {what} is held to {law}, but {found}. {mend}")
+
+
+@contextlib.contextmanager
+def _given() -> Iterator[None]:
+    """Say what an exchange was called with, if it raises."""
+    try:
+        yield
+    except Exception as error:
+        shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in _SHAPES.items()}
+        error.add_note(
+            f"oxs.testing.check_exchange gave each replica a tree of {shapes}: an "
+            "exchange takes scalars and empty arrays, too."
+        )
+        raise
+
+
+def _warn_of_growth(exchange: exchanges.Exchange, tree: Tree) -> None:
+    """Warn of an exchange that loses more than it gets, so that what is owed grows."""
+    fed = error_feedback(exchange)
+
+    def owed(x):
+        def one(state, _):
+            return fed.meet(x, state, _AXIS).state, None
+
+        start = localize(fed.init(x), _AXIS)
+        return optax.tree.norm(jax.lax.scan(one, start, length=_ROUNDS)[0].error)
+
+    squares = sum(np.sum(_wide(x[0]) ** 2) for x in tree.values())
+    grown = np.max(jax.jit(jax.vmap(owed, axis_name=_AXIS))(tree)) / np.sqrt(squares)
+    # A contraction owes at most as many trees as there were rounds.
+    if grown > _ROUNDS**3:
+        warnings.warn(
+            f"Around this Exchange error_feedback owes {grown:.1g} times a tree after "
+            f"{_ROUNDS} rounds, and ever more: training would explode. What it loses "
+            "must be smaller than what it gets, |x - C(x)| < |x|; an unbiased code is "
+            "often too large for that: leave its scale out, or use it without "
+            "error_feedback.",
+            stacklevel=3,
+        )
 
 
 def _types(tree: Tree) -> dict[str, tuple]:
@@ -454,8 +509,13 @@ def _check_rows(
             _close(new[others], stay[others]) or (rows == "decay_all" and number > 0),
             law,
             "rows without a gradient, or their slots, do otherwise",
-            "See the policies of rows in optx_sync.optimizers.rule.",
+            "Declare what it does: the page 'An optimizer, rule or exchange of your "
+            "own' has a table of rows=.",
         )
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 _readable(globals())

@@ -1,5 +1,6 @@
 """Where a state lives: specs, axes and the worker axis itself."""
 
+import functools
 import importlib
 import pathlib
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -197,6 +199,57 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     assert state.v == {name: whole.get(name, P()) for name in shapes}
     placed = by_hand.state_specs(tx, params, specs, "workers")[0]
     assert placed.v_row["wide"] == P("workers", "row")
+
+
+def test_weights_of_rows_lie_as_their_tables():
+    """Of `sync_replicas`, in a step that waits and one that moves; so they are sent."""
+    specs = {"first": P("parts"), "second": P("parts"), "b": P()}
+    params = {"first": jnp.ones((16, 3)), "second": jnp.ones((8, 5)), "b": jnp.ones(())}
+    tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), "data", 3)
+    rows = {name: (lambda ids: ids) for name in ("first", "second")}
+
+    def loss(params, ids):
+        first, second = (oxs.take(params[name], ids) for name in rows)
+        return params["b"] * (first.sum() + (second**2).sum())
+
+    def run(mesh):
+        options: Any = {"mesh": mesh, "specs": specs} if mesh else {}
+        workers = oxs.Workers(2, "data", **options)
+        state = workers.start((params, tx.init(params)))
+
+        @workers.step(state=2)
+        def step(params, state, ids):
+            _, grads = oxs.value_and_grad(loss, rows=rows)(params, ids)
+            return oxs.apply_gradients(tx, grads, state, params)
+
+        ids, seen = jnp.array([1, 6, 6, 9]), []
+        for _ in range(2):
+            state = step(*state, ids)
+            kept: Any = state[1].accumulator.row_weights
+            places = {getattr(kept[name].sharding, "spec", None) for name in rows}
+            assert mesh is None or places == {P("data", "parts")}
+            seen.append(jax.tree.map(np.asarray, kept))
+        sent = oxs.audit.collectives(step, *state, ids)
+        return (jax.tree.map(np.asarray, workers.first(state)[0]), seen), sent
+
+    (found, sent), (wanted, _) = map(run, (mesh_of({"data": 2, "parts": 4}), None))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), found, wanted
+    )
+    _, (waiting, moved) = wanted
+    assert waiting["second"].tolist() == [
+        [0, 1, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1, 0],  # 9 is behind its end
+    ]
+    assert not moved["first"].any()
+    lying = jax.device_put(
+        jnp.ones((8, 3)), NamedSharding(mesh_of({"parts": 4}), P("parts"))
+    )
+    state: Any = tx.init(lying)
+    assert state.accumulator.row_weights.sharding == lying.sharding
+    tables = 4 * (16 * 3 + 8 * 5 + 16 + 8) // 4  # a device's shards, with their weights
+    met = [row.bytes for row in sent if row.groups == ((0, 4), (1, 5), (2, 6), (3, 7))]
+    assert sum(met) < tables + 64
 
 
 def test_specs_that_are_a_prefix_of_the_parameters():

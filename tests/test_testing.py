@@ -109,6 +109,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         exchange(lambda met, tree: met._replace(state=jnp.int32(1))),
         "the same types after `meet`",
     ),
+    "an empty array": (
+        exchange(lambda met, tree: jax.tree.map(jnp.max, tree)),
+        r"'empty': 'float32\[0, 3\]'.* takes scalars and empty arrays",
+    ),
     "a sum": (
         exchange(lambda met, tree: met._replace(weight=jnp.float32(1))),
         "sums of weights",
@@ -143,3 +147,22 @@ def test_what_breaks_a_law_is_told_so(name):
     call, said = BROKEN[name]
     with pytest.raises((ValueError, TypeError), match=f"(?s){said}"):
         call()
+
+
+def test_a_code_that_feedback_makes_explode():
+    """Three times the mean: linear by its law, and each round owes twice as much."""
+
+    def lost(x, weight):
+        twice = -2 * x.astype(jnp.float32)
+        return twice if weight is None else jnp.where(weight > 0, weight * twice, 0)
+
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        mean = oxs.reduce(tree, axis_name, weight=weight)
+        return oxs.exchange.Met(
+            jax.tree.map(lambda x: (3 * x).astype(x.dtype), mean),
+            lost=jax.tree.map(lambda x: lost(x, weight), tree),
+        )
+
+    tripled = Exchange(lambda tree: (), meet, linear=True, takes_weights=True)
+    with pytest.warns(UserWarning, match="error_feedback owes .* must be smaller"):
+        testing.check_exchange(tripled)

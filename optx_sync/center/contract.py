@@ -74,6 +74,8 @@ Weigh: TypeAlias = Callable[[Round], ArrayLike]
 class CenterRule(NamedTuple):
     """What workers and the center give each other, as formulas for one array.
 
+    A NamedTuple: `rule._replace(weigh=...)` is the rule with another field.
+
     Attributes:
         contribute: `(own: Own, center, at: Round) -> array`.
         outer: The transformation that absorbs the contributions as a gradient, in
@@ -100,8 +102,9 @@ class CenterRule(NamedTuple):
         reads: Names of the arrays that `contribute` reads, "params", "taken",
             "accumulated" and "center", and that `take` reads, "before" and "after".
             Others need not travel or be kept, and raise where a formula uses them.
-            All of them, the default, is always right; but a rule that reads "center"
-            cannot be coded on its way there.
+            All of them, the default, is always right; but what a rule that reads
+            "center" contributes cannot be coded in `oxs.runtime`, where a worker does
+            not know the center. In lockstep any exchange works.
         affine: Whether `contribute` is affine in the worker's own arrays, so that the
             contribution of the workers' mean is the mean of their contributions:
             `shard_center=True` asks for that. `oxs.testing.check_rule` holds a rule to

@@ -87,8 +87,10 @@ class Exchange(NamedTuple):
             replica's scalars, to be summed over all replicas: they travel with the
             arrays if the exchange can carry them. An `exact` exchange takes
             `group_assignment` as well.
-        linear: Whether the law in this module's head holds. `None`: not declared,
-            and refused where it matters, by `error_feedback` and `sync_replicas`.
+        linear: Whether mean * sum_i w_i == sum_i (w_i x_i - lost_i) holds, with x_i
+            the tree of replica i, w_i its weight and lost_i its `Met.lost`. `None`: not
+            declared, and refused where it matters, by `error_feedback` (which also asks
+            for a contraction) and `sync_replicas`.
             `oxs.testing.check_exchange` holds an exchange to all that it declares.
         exact: Whether the mean is exact, whatever the leaves: they may be
             row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and

@@ -52,7 +52,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     gradients of Adam.
 
     Args:
-        exchange: A linear exchange: `quantized`, `top_k`, `power_sgd`, or your own.
+        exchange: A linear exchange: `quantized`, `top_k`, `power_sgd`, or your own. Its
+            code C must be a contraction, :math:`|x - C(x)| < |x|`: else e grows without
+            bound, as with unbiased codes that are not (a stochastic sign, random
+            entries scaled up). `oxs.testing.check_exchange` warns of them.
         decay: The share of e that is sent, 0 to 1. Below 1 (SparseLoCo: 0.95) the
             rest is forgotten.
 

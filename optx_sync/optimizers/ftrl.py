@@ -40,7 +40,9 @@ def ftrl(
 
     Each step computes the parameter from the sums; its initial value enters only
     through `linear`. An element whose first gradient is zero therefore becomes zero at
-    once (without `l2_shrinkage`), and `l1` makes parameters exactly zero. A schedule
+    once (without `l2_shrinkage`), and `l1` makes parameters exactly zero: dense ones
+    already in the first step, whatever their values, if the gradient (the mean of
+    replicas) is well below `l1`, as :math:`n` then hardly grows. A schedule
     must never return 0, since the formula divides by the current learning rate. Optax
     has no counterpart. In a table, only the rows that a row-sparse gradient names
     change or shrink. The update is the difference to the new value, and adding it

@@ -6,7 +6,6 @@ of a row-sparse gradient by the number of gradients that contained this row. Wit
 weights both numbers are sums of weights.
 """
 
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -26,10 +25,9 @@ class Accumulator(NamedTuple):
     """What has been accumulated since the last update."""
 
     sums: Tree  # like the parameters, float32 for half precision
-    # [rows of all leaves, one leaf after the other], in the dtype of weights: the sum
-    # of the weights of the gradients that contained a row. It is one array because
-    # single ones would lack the parameters' shapes.
-    row_weights: jax.Array
+    # Like the parameters, [rows] of each in the dtype of weights, and () of a scalar:
+    # the sum of the weights of the gradients that contained a row.
+    row_weights: Tree
 
 
 def start_accumulator(params: Tree, dtype: DTypeLike | None = None) -> Accumulator:
@@ -38,9 +36,22 @@ def start_accumulator(params: Tree, dtype: DTypeLike | None = None) -> Accumulat
         lambda p: jnp.zeros_like(p, dtype=trees.accumulator_dtype(p.dtype, dtype)),
         params,
     )
-    rows = sum(map(_rows, jax.tree.leaves(sums)))
+    dtype = weight_dtype(sums)
+
+    def of_rows(x):  # made of the sums, so that they lie as these do
+        return jnp.zeros_like(jnp.sum(x, range(1, x.ndim)), dtype=dtype)
+
+    # Optax shall not take them for arrays of the parameters' shapes.
+    other = trees.is_placeholder(params)
+    return Accumulator(
+        sums, of_rows(jnp.zeros(())) if other else jax.tree.map(of_rows, sums)
+    )
+
+
+def weight_dtype(sums: Tree) -> DTypeLike:
+    """The dtype of the weights of gradients that have such sums."""
     wide = {x.dtype for x in jax.tree.leaves(sums)} & _WIDE
-    return Accumulator(sums, jnp.zeros(rows, jnp.float64 if wide else jnp.float32))
+    return jnp.float64 if wide else jnp.float32
 
 
 def accumulate(
@@ -54,25 +65,25 @@ def accumulate(
     Its weight, a scalar, multiplies it. Row-sparse leaves must have unique
     indices, as from `sum_duplicates`.
     """
-    sums, row_weights = [], accumulator.row_weights
-    weight = jnp.asarray(weight, row_weights.dtype)
+    sums, row_weights = [], []
+    weight = jnp.asarray(weight, weight_dtype(accumulator.sums))
 
     def weighed(x, dtype):
         wide = trees.at_least_float32(x.dtype)
         return (x.astype(wide) * weight.astype(wide)).astype(dtype)
 
     treedef, matched = _match(accumulator, grads)
-    for grad, old, start in matched:
+    for grad, old, weights in matched:
         if grad is None:
             sums.append(old)
         elif isinstance(grad, IndexedSlices):
             indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))
             sums.append(old.at[indices].add(weighed(grad.values, old.dtype), **DROP))
-            places = _behind(indices, start, _rows(old))
-            row_weights = row_weights.at[places].add(weight, **DROP)
+            weights = weights.at[indices].add(weight, **DROP)
         else:
             sums.append(jnp.where(accepted, old + weighed(grad, old.dtype), old))
-    return Accumulator(treedef.unflatten(sums), row_weights)
+        row_weights.append(weights)
+    return Accumulator(treedef.unflatten(sums), treedef.unflatten(row_weights))
 
 
 def sums_of(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[jax.Array]]:
@@ -83,10 +94,10 @@ def sums_of(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[jax.Array
     """
     sums, row_weights = [], []
     treedef, matched = _match(accumulator, grads)
-    for grad, own, start in matched:
+    for grad, own, weights in matched:
         sums.append(None if grad is None else own)
         if isinstance(grad, IndexedSlices):
-            row_weights.append(accumulator.row_weights[start : start + _rows(own)])
+            row_weights.append(weights)
     return treedef.unflatten(sums), row_weights
 
 
@@ -132,16 +143,16 @@ def clear(accumulator: Accumulator, mean: Tree, count: jax.Array) -> Accumulator
     If more rows were accumulated than `mean` has room for, the rest stay for the next
     update.
     """
-    sums, row_weights = [], accumulator.row_weights
+    sums, row_weights = [], []
     treedef, matched = _match(accumulator, mean)
-    for taken, old, start in matched:
+    for taken, old, weights in matched:
         if isinstance(taken, IndexedSlices):
             sums.append(old.at[taken.indices].set(0, **DROP))
-            places = _behind(taken.indices, start, _rows(old))
-            row_weights = row_weights.at[places].set(0, **DROP)
+            weights = weights.at[taken.indices].set(0, **DROP)
         else:
             sums.append(old if old is None else _zeros_after(taken, old, count))
-    return Accumulator(treedef.unflatten(sums), row_weights)
+        row_weights.append(weights)
+    return Accumulator(treedef.unflatten(sums), treedef.unflatten(row_weights))
 
 
 def _zeros_after(mean: Tree, sums: jax.Array, count: jax.Array) -> jax.Array:
@@ -167,18 +178,7 @@ def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
 
 
 def _match(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[Tree]]:
-    """(the tree of the gradients, for each (gradient, sum, place of its weights))."""
+    """(the tree of the gradients, for each (gradient, sum, weights of its rows))."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=trees.is_gradient_leaf)
-    sums = treedef.flatten_up_to(accumulator.sums)
-    starts = itertools.accumulate(map(_rows, sums), initial=0)
-    return treedef, list(zip(leaves, sums, starts, strict=False))
-
-
-def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
-    """Where a leaf's rows are weighed; a row out of range must not hit another leaf."""
-    in_range = (indices >= 0) & (indices < rows)
-    return jnp.where(in_range, indices + start, jnp.full_like(indices, -1))
-
-
-def _rows(leaf: Tree) -> int:
-    return leaf.shape[0] if leaf is not None and leaf.ndim else 0
+    own = map(treedef.flatten_up_to, accumulator)
+    return treedef, list(zip(leaves, *own, strict=True))

@@ -180,6 +180,9 @@ def sync_replicas(
     one of the update's max(N, R) tokens is left. A step without an update sends one
     flag per replica; all else stands in a conditional.
 
+    A row of a row-sparse gradient is divided by the weights of the gradients that
+    contain it. The sums, which an update sends, are of the table's size all the same.
+
     `update` takes scalars that may differ between replicas: `contributes` (bool),
     `gradient_step` (the `global_step` at which the gradient was computed), and `weight`
     (a number such as its tokens, or a bool; 0 is not counted). `meet` (bool, equal on
@@ -289,7 +292,7 @@ class _SyncReplicas(NamedTuple):
         checks.check_params(params)
         tokens.check_variables(params)
         empty = accumulator.start_accumulator(params, self.dtype)
-        weights = empty.row_weights.dtype
+        weights = accumulator.weight_dtype(empty.sums)
 
         def own(tree: Tree) -> Tree:
             # A replica's own fields vary over the axis from the start.
