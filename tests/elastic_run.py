@@ -73,7 +73,9 @@ def _process(folder, processes, number, port, rounds, steps):
         (folder / f"in_a_round_{number}").touch()
         time.sleep(600)
     group.close()
-    np.save(folder / "center.npy", group.workers.center(state)["w"])
+    center = group.workers.center(state)["w"]
+    if number == 0:
+        np.save(folder / "center.npy", center)
 
 
 if __name__ == "__main__":

@@ -275,25 +275,25 @@ def launch(folder, processes, rounds, steps):
     return scripts.launch("tests.elastic_run", folder, processes, arguments)
 
 
-def test_a_process_is_killed_and_the_other_goes_on(tmp_path):
-    """Two processes; one killed in a round, and the next group is one process."""
-    children = launch(tmp_path, 2, rounds=2, steps=1)
-    marks = [tmp_path / f"in_a_round_{number}" for number in range(2)]
+def test_a_process_is_killed_and_the_others_go_on(tmp_path):
+    """Three processes; one killed in a round, and the next group is two processes."""
+    children = launch(tmp_path, 3, rounds=2, steps=1)
+    marks = [tmp_path / f"in_a_round_{number}" for number in range(3)]
     try:
         end = time.monotonic() + 120
         while not all(mark.exists() for mark in marks):
             codes = [child.poll() for child in children]
             logs = "\n".join(log.read_text() for log in tmp_path.glob("*.log"))
-            assert codes == [None, None] and time.monotonic() < end, logs
+            assert codes == [None] * 3 and time.monotonic() < end, logs
             time.sleep(0.05)
     finally:
         # Who starts the next group ends what is left of this one.
         for child in reversed(children):
             child.send_signal(signal.SIGKILL)
             child.wait()
-    (last,) = launch(tmp_path, 1, rounds=1, steps=0)
-    assert last.wait(120) == 0, (tmp_path / "1_0.log").read_text()
-    lives = ((2, 2, 1), (1, 1, 0))
+    for number, child in enumerate(launch(tmp_path, 2, rounds=1, steps=0)):
+        assert child.wait(120) == 0, (tmp_path / f"2_{number}.log").read_text()
+    lives = ((3, 2, 1), (2, 1, 0))
     state: Any = uninterrupted(DILOCO, lives, mesh=True)[0]
     center = np.load(tmp_path / "center.npy")
     np.testing.assert_array_equal(center, state[1].center["w"])

@@ -201,7 +201,10 @@ class Layout(NamedTuple):
         # Put where it lies already, an array would be of another type to a step.
         pairs = zip(arrays, places, strict=True)
         return [
-            x if getattr(x, "sharding", None) == place else jax.device_put(x, place)
+            x
+            if getattr(x, "sharding", None) == place
+            # JAX puts the numbers of keys, and not keys, on several processes' devices.
+            else on_data(functools.partial(jax.device_put, device=place), x)
             for x, place in pairs
         ]
 
