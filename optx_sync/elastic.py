@@ -12,10 +12,10 @@ needs: it continues from the last save, with the workers that there are now.
             state = group.restore_or_start(begin)
             step = group.workers.step(one_step, state=2)
             while group.position < examples:
-                rows = group.rows(len(images), batch=16)
-                *state, loss = step(*state, *group.batch((images[rows], labels[rows])))
-                if meets:  # oxs.by_hand.due
-                    group.save(tuple(state))
+                for _ in range(PERIOD):  # whole rounds: each save is at a meeting
+                    rows = group.rows(len(images), batch=16)
+                    state = step(*state, *group.batch((images[rows], labels[rows])))
+                group.save(state)
 
 Orbax writes the saves, makes all processes agree on which are complete, and discards a
 save that was cut short. Each save carries fingerprints of its arrays and a sum of its
