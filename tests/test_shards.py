@@ -206,6 +206,72 @@ def test_workers_stay_as_they_lie(period):
 PODS = mesh_of({"pods": 2, "a": 4})
 
 
+COLUMNS, ROWS = P(None, "a"), P("a")
+
+
+@pytest.mark.parametrize(
+    ("fragments", "embed", "period", "delay"),
+    [
+        (4, COLUMNS, 4, 1),  # no part has rows of all leaves: joined in one array
+        (2, ROWS, 4, 1),
+        (oxs.rules.strided(2), ROWS, 2, 1),  # 18 rows, which four cannot divide
+        (oxs.rules.strided(2), ROWS, 4, 0),
+    ],
+)
+def test_a_part_travels_in_shards(fragments, embed, period, delay):
+    """However it is cut each device sends its share of codes; the numbers stay."""
+    shapes = {"embed": (36, 64), "in": (4, 64, 64), "out": (4, 64, 64)}
+    specs = {"embed": embed, "in": P(None, "a"), "out": P(None, None, "a")}
+    numbers = np.random.default_rng(0)
+    params = {
+        k: jnp.asarray(numbers.normal(size=x), "float32") for k, x in shapes.items()
+    }
+    far = {1: lambda row: True, 4: is_far}
+    places = {
+        1: oxs.Workers(2, "pods", mesh=mesh_of({"pods": 2})),
+        4: oxs.Workers(2, "pods", mesh=PODS, specs=specs),
+    }
+
+    def started(workers, exchange):
+        stream: Any = {"fragments": fragments, "delay": delay, "exchange": exchange}
+        tx = oxs.diloco(optax.sgd(0.1), "pods", communication_period=period, **stream)
+
+        def step(params, state, x):
+            grads = jax.tree.map(lambda p: p * x.mean(), params)
+            return oxs.apply_gradients(tx, grads, state, params)
+
+        now = workers.start((params, tx.init(params)))
+        return workers.step(step, state=2), now, jnp.array([1.0, 2.0])
+
+    sent, centers = {}, {}
+    for shards, workers in places.items():
+        step, now, x = started(workers, fed(exchange.quantized(bits=4)))
+        rows = oxs.audit.collectives(step, *now, x)
+        sent[shards] = sum(row.bytes for row in rows if far[shards](row))
+        step, now, x = started(workers, exchange.trimmed_mean(0))
+        for _ in range(2 * period + 1):
+            now = step(*now, x)
+        centers[shards] = jax.tree.map(np.asarray, workers.center(now))
+    assert sent[4] <= 1.05 * sent[1] / 4
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4), *centers.values()
+    )
+
+
+@pytest.mark.parametrize(("period", "named"), [(4, "parts that share"), (8, "of w,")])
+def test_parts_that_four_shards_cannot_divide_are_named(period, named):
+    part: Any = {"communication_period": period, "fragments": oxs.rules.strided(4)}
+    bits4, params = fed(exchange.quantized(bits=4)), {"w": jnp.ones((8, 3))}
+    tx = oxs.diloco(optax.sgd(0.1), "pods", delay=1, exchange=bits4, **part)
+    workers = oxs.Workers(2, "pods", mesh=PODS, specs={"w": ROWS})
+    now = workers.start((params, tx.init(params)))
+    step = workers.step(lambda p, s: oxs.apply_gradients(tx, p, s, p), state=2)
+    with pytest.warns(
+        UserWarning, match=named + r".*shape \(2, 3\), as 4 divides none"
+    ):
+        step(*now)
+
+
 def mean_of(specs):
     """A mean of workers that lie so."""
     tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())

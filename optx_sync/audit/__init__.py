@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audit the collectives of a compiled program, and their cost on given links."""
+"""Audit the collectives of a compiled program, and their cost on given links.
+
+`collectives(step, *args)` gives a row, a `Collective`, for each collective of a program
+that is compiled for these arguments (or their shapes); `table(rows)` writes them as
+text. `time(rows, gbits=...)` says how long a step sends and waits, a `Cost`, and
+`plan({name: Strategy(rows)}, gbits=[...], step_seconds=...)` which bandwidth each
+method needs, a `Plan`. `parse` and `instructions` read the text of a compiled program.
+"""
 
 from optx_sync.audit.links import Cost as Cost
 from optx_sync.audit.links import Plan as Plan
@@ -11,3 +18,16 @@ from optx_sync.audit.programs import collectives as collectives
 from optx_sync.audit.programs import instructions as instructions
 from optx_sync.audit.programs import parse as parse
 from optx_sync.audit.programs import table as table
+
+__all__ = [
+    "Collective",
+    "Cost",
+    "Plan",
+    "Strategy",
+    "collectives",
+    "instructions",
+    "parse",
+    "plan",
+    "table",
+    "time",
+]

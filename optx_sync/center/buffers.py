@@ -46,7 +46,7 @@ class Buffer:
     Where all parts have the same shapes, these are the part's own arrays. Where one
     part has the most rows of every leaf, as with `strided`, there is one array for each
     leaf, which keeps the leaf's other axes and so their sharding. Otherwise there is
-    one flat array for each dtype.
+    one flat array for each dtype, of a size that the shards of a worker can divide.
     """
 
     def __init__(self, partition: Partition, tree: Tree):
@@ -57,17 +57,20 @@ class Buffer:
         self._sizes: Counter[np.dtype] = Counter()
         for part in self._parts:
             self._sizes |= _sizes_of(part)  # of two Counters, the larger counts
+        joined = {dtype: _divisible(size) for dtype, size in self._sizes.items()}
         by_leaf = zip(*map(_with_masked, self._parts), strict=True)
         largest = [max(x, key=_rows) for x in by_leaf]
         whole = not any(map(is_masked, largest))  # a masked leaf has no elements
         # Gives the leaves of a part of which each has an array of the buffer.
         self._leaves: Callable[[Tree], list[Any]] | None = None
-        self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
+        self._form = [((size,), dtype) for dtype, size in joined.items()]
         if all(form == forms[0] for form in forms):
             self._leaves, self._form = jax.tree.leaves, forms[0]
         elif whole and _sizes_of(largest) == self._sizes:
             self._leaves = _with_masked
             self._form = [(x.shape, x.dtype) for x in largest]
+        else:
+            self._sizes = Counter(joined)
 
     def zeros(self) -> Tree:
         """An empty buffer; for Optax's tree without leaves a number stands for it."""
@@ -141,6 +144,12 @@ def _sizes_of(tree: Tree) -> Counter[np.dtype]:
     for x in jax.tree.leaves(tree):
         sizes[x.dtype] += x.size
     return sizes
+
+
+def _divisible(size: int) -> int:
+    """A size, made larger by at most 1/64, that usual numbers of shards divide."""
+    unit = 2 ** max(min(size // 192, 4096).bit_length() - 1, 0)  # 4096 at most
+    return size + -size % (3 * unit) if size >= 192 else size
 
 
 def _with_masked(part: Tree) -> list[Any]:

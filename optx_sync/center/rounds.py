@@ -6,6 +6,7 @@ those of lockstep; where the center lies and how a worker sees it, its landing s
 `AtOnce`, `Later` and `InLine` say when the phases happen, and in which conditional.
 """
 
+import contextlib
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -70,6 +71,12 @@ class Step(NamedTuple):
         """The part that meets in the next exchange, or did so many exchanges before."""
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
+
+    def sent(self, contribution: Tree) -> Any:
+        """A context in which a part of a sharded worker is sent in shards."""
+        if self.parts.number == 1:
+            return contextlib.nullcontext()
+        return shards.of_part(contribution, self.params)
 
     def met(self) -> jax.Array:
         """Which parts have met in this step: bool[P], or bool[] for a single part."""
@@ -286,7 +293,8 @@ class AtOnce(NamedTuple):
     def _round(self, now: Now, step: Step) -> Now:
         def meet(now, part):
             now, contribution = self.meeting.bring(now, step, part)
-            now, total, pushed = self.meeting.agree(now, step, contribution)
+            with step.sent(contribution):
+                now, total, pushed = self.meeting.agree(now, step, contribution)
             return self.meeting.land(now, step, total, pushed, step.at(part))
 
         walked = now.worker.params
@@ -323,7 +331,8 @@ class Later(NamedTuple):
     def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:
         def set_out(now, part):
             now, contribution = self.meeting.bring(now, step, part)
-            now, total, pushed = self.meeting.agree(now, step, contribution)
+            with step.sent(contribution):
+                now, total, pushed = self.meeting.agree(now, step, contribution)
             pending = Pending(buffer.pack(total, part), step.at(part).steps, pushed)
             return now._replace(pending=pending)
 

@@ -88,6 +88,9 @@ def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
     if how.on_host:
         center, outer = center.on_host, outer.on_host
     sent = isinstance(state.pending, Outgoing)
+    memory = fields.OF_SUMS if how.sums else fields.OWN
+    if sent:  # of the arrays in which parts wait, a row for each part
+        memory = memory.of_buffers(int(has_parts))
     return {
         "local_step": fields.COUNTER,
         "steps_since_round": fields.COUNTER,
@@ -96,10 +99,10 @@ def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
         "center": center,
         "taken": taken,
         "outer": outer,
-        "pending": (fields.ANEW if sent else fields.SHARED).not_a_slot,
+        "pending": (fields.ANEW if sent else fields.SHARED).not_a_slot.of_buffers(),
         "accumulated": fields.OWN_SUM if has_parts else fields.ANEW,
         "broken": fields.ANEW,
-        "exchange": fields.OF_SUMS if how.sums else fields.OWN,
+        "exchange": memory,
         "info": fields.INFO,
         "inner": fields.OWN,
     }

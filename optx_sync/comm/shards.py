@@ -12,7 +12,8 @@ types say it.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -26,11 +27,20 @@ from optx_sync.comm.collectives import (
     vary,
     without_types,
 )
-from optx_sync.trees import Tree, is_masked, names_of, path_name, pure
+from optx_sync.trees import (
+    Tree,
+    is_masked,
+    names_of,
+    one_or_several,
+    path_name,
+    pure,
+)
 
 Names: TypeAlias = tuple[str, ...]  # in a path
 # The specs of one worker's parameters by the names in their paths.
 Specs: TypeAlias = tuple[tuple[Names, PartitionSpec], ...]
+# The parameters, with their specs where they have one.
+Named: TypeAlias = Mapping[Names, tuple[Any, Any]]
 
 
 class _Known(NamedTuple):
@@ -128,27 +138,70 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
     """
     if _is_typed(shards.axes):
         return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, memory)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {
-        names_of(path): (x, spec)
-        for (path, x), spec in zip(leaves, shards.specs, strict=True)
-    }
+    specs, named = iter(shards.specs), {}
+    # A part of the parameters lacks some leaves, and so does what is owed of it.
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked):
+        pair = (None, None) if is_masked(x) else (x, next(specs))
+        named[names_of(path)] = pair
     return jax.tree.structure(memory).unflatten(specs_like(memory, named))
 
 
-def beside(arrays: Tree, params: Tree) -> Any:
-    """A context in which unnamed arrays are sharded as the parameters they resemble."""
+def beside(buffers: Tree, params: Tree) -> Any:
+    """A context in which buffers of parts of the parameters lie by `spec_of_buffer`."""
     mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
     if specs is None:
         return with_specs(None)
-    named = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        named[names_of(path)] = x, _asked(specs, path, x, mesh.shape)
+    named = _named(params, specs, mesh.shape)
     found = [
-        (names_of(path), spec_like((), x, named))
-        for path, x in jax.tree_util.tree_leaves_with_path(arrays)
+        (names_of(path), x, spec_of_buffer(x.shape, named, mesh.shape))
+        for path, x in jax.tree_util.tree_leaves_with_path(buffers)
     ]
-    return with_specs(tuple(found))
+    everything = [("parts that share an array", x, spec) for _, x, spec in found]
+    _warn_of_whole(everything, named, mesh.shape)
+    return with_specs(tuple((name, spec or PartitionSpec()) for name, _, spec in found))
+
+
+def of_part(part: Tree, params: Tree) -> Any:
+    """A context in which a part of the parameters lies by `spec_of_rows`."""
+    mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
+    if specs is None:
+        return with_specs(None)
+    named = _named(params, specs, mesh.shape)
+    found = [
+        (names_of(path), x, spec_of_rows(x.shape, named[names_of(path)][1], mesh.shape))
+        for path, x in jax.tree_util.tree_leaves_with_path(part)
+        if names_of(path) in named
+    ]
+    everything = [(".".join(name), x, spec) for name, x, spec in found]
+    _warn_of_whole(everything, named, mesh.shape)
+    own = ((name, spec or PartitionSpec()) for name, _, spec in found)
+    return with_specs((*own, *specs))  # of equally long names the first counts
+
+
+def _named(params: Tree, specs: Specs, sizes: Mapping[str, int]) -> Named:
+    """The parameters and their specs by the names in their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {names_of(path): (x, _asked(specs, path, x, sizes)) for path, x in leaves}
+
+
+def _warn_of_whole(
+    arrays: Sequence[tuple[str, Any, PartitionSpec | None]],
+    params: Named,
+    sizes: Mapping[str, int],
+) -> None:
+    """Warn where parts that all shards send are more than what one of them sends."""
+    shards = math.prod(sizes[axis] for axis in _axes_of(params))
+    bytes_of = [(x.nbytes, name, x.shape, spec) for name, x, spec in arrays]
+    whole = [found[:3] for found in bytes_of if found[3] is None]
+    if whole and sum(x[0] for x in whole) * shards > sum(x[0] for x in bytes_of):
+        _, name, shape = max(whole)
+        warnings.warn(
+            f"Each of the {shards} shards of a worker sends all of {name}, an array of "
+            f"shape {shape}, as {shards} divides none of its axes. Cut it otherwise: "
+            "pass fragments=oxs.rules.strided(P), or a function that gives whole leaves"
+            f" to a part, or {shards} rows or a multiple.",
+            stacklevel=2,
+        )
 
 
 def in_shards(
@@ -180,17 +233,22 @@ def axes_inside() -> tuple[str, ...]:
     return _context.value.inside
 
 
-def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+def spec_of_kept_axes(
+    leaf: Any, spec: PartitionSpec, param: Any, sizes: Mapping[str, int] | None = None
+) -> PartitionSpec:
     """The spec of a leaf whose axes are some of its parameter's, in the same order.
 
-    Axis 0 may have another size; it is then whole. If the shapes do not say which axes
-    the leaf has, the leaf is whole.
+    Axis 0 may have another size; it is then whole, or by `sizes`, those of the mesh's
+    axes, as `spec_of_rows` says. If the shapes do not say which axes the leaf has, the
+    leaf is whole.
     """
     shape = jnp.shape(param)
     if leaf.shape == shape:
         return spec
     names = (*spec, *[None] * (len(shape) - len(spec)))
     if len(leaf.shape) == len(shape) > 1 and leaf.shape[1:] == shape[1:]:
+        if sizes is not None:
+            return spec_of_rows(leaf.shape, spec, sizes) or PartitionSpec()
         return PartitionSpec(None, *names[1:])  # some of its rows
     found = {
         tuple(names[axis] for axis in kept)
@@ -198,6 +256,74 @@ def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSp
         if leaf.shape == tuple(shape[axis] for axis in kept)
     }
     return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
+
+
+def spec_of_rows(
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """The spec of some rows of a parameter; `None` if they can only be whole.
+
+    If the shards cannot divide these rows among them, they divide another axis. Inside
+    of a worker the array then moves.
+    """
+    kept = _fitting(spec, shape, sizes)
+    if kept == spec:
+        return spec
+    axes = [axis for entry in spec for axis in axes_in(entry)]
+    return _divided(shape, axes, sizes) or (kept if _is_cut(kept) else None)
+
+
+def spec_of_buffer(
+    shape: tuple[int, ...], params: Named, sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """The spec of an array in which parts of the parameters wait, whichever they are.
+
+    That of rows of the parameters whose rows it may hold. If these are none, or lie in
+    different ways, the shards divide it; it is `None` if it can only be whole.
+    """
+    axes = _axes_of(params)
+    like = {
+        spec_of_rows(shape, spec, sizes)
+        for param, spec in params.values()
+        if len(shape) == len(param.shape) > 0
+        and shape[1:] == param.shape[1:]
+        and shape[0] <= param.shape[0]
+    }
+    if not axes or not shape:
+        return PartitionSpec()
+    if len(like) != 1:
+        return _divided(shape, axes, sizes)
+    own = like.pop()
+    return own if own is None or _is_cut(own) else PartitionSpec()
+
+
+def _divided(
+    shape: tuple[int, ...], axes: Sequence[str], sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """The spec with all these axes along the first one that they divide evenly."""
+    pieces = math.prod(sizes[axis] for axis in axes)
+    for place, size in enumerate(shape):
+        if size and size % pieces == 0:
+            return PartitionSpec(*[None] * place, one_or_several(tuple(axes)))
+    return None
+
+
+def _axes_of(params: Named) -> tuple[str, ...]:
+    """The mesh axes over which any of the parameters is sharded."""
+    found = (axes_in(entry) for _, spec in params.values() for entry in spec or ())
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+def _fitting(
+    spec: PartitionSpec, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """The spec without the axes that do not divide their dimension evenly."""
+
+    def fits(entry, size):
+        pieces = math.prod(sizes[axis] for axis in axes_in(entry))
+        return entry if size % pieces == 0 else None
+
+    return PartitionSpec(*map(fits, spec, shape))
 
 
 def spec_of(
@@ -219,12 +345,7 @@ def spec_of(
             f"The parameter {'.'.join(names)} has shape {shape}, and specs has {found} "
             "for it. Give one entry for each of its axes at most, none for the workers."
         )
-
-    def fits(entry, size):
-        pieces = math.prod(sizes[axis] for axis in axes_in(entry))
-        return entry if size % pieces == 0 else None
-
-    return PartitionSpec(*map(fits, found, shape))
+    return _fitting(found, shape, sizes)
 
 
 def parameters_of(tree: Tree, params: Collection[Names]) -> list[Names | None]:
@@ -249,19 +370,22 @@ def parameters_of(tree: Tree, params: Collection[Names]) -> list[Names | None]:
 
 
 def specs_like(
-    tree: Tree, params: Mapping[Names, tuple[Any, PartitionSpec | None]]
+    tree: Tree, params: Named, sizes: Mapping[str, int] | None = None
 ) -> list[PartitionSpec]:
     """The spec of each array of a tree: `spec_like` the parameters that have one."""
     known: Any = {name: pair for name, pair in params.items() if pair[1] is not None}
     owners = parameters_of(tree, params)
     return [
-        spec_like(owner, x, known)
+        spec_like(owner, x, known, sizes)
         for owner, x in zip(owners, jax.tree.leaves(tree), strict=True)
     ]
 
 
 def spec_like(
-    owner: Names | None, leaf: Any, params: Mapping[Names, tuple[Any, PartitionSpec]]
+    owner: Names | None,
+    leaf: Any,
+    params: Named,
+    sizes: Mapping[str, int] | None = None,
 ) -> PartitionSpec:
     """The spec of a state's array: that of the parameter to which it belongs.
 
@@ -271,7 +395,7 @@ def spec_like(
     """
     if owner is not None and owner in params:
         param, spec = params[owner]
-        return spec_of_kept_axes(leaf, spec, param)
+        return spec_of_kept_axes(leaf, spec, param, sizes)
     for rows in (0, 1):
         row = jax.ShapeDtypeStruct(leaf.shape[rows:], leaf.dtype)
         like = {

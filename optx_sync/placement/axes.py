@@ -28,12 +28,13 @@ def equal_on_replicas(tree: Tree) -> list[bool]:
 
 
 def specs_like(
-    tree: Tree, params: Mapping[shards.Names, tuple[Tree, PartitionSpec | None]]
+    tree: Tree, params: shards.Named, sizes: Mapping[str, int] | None = None
 ) -> list[PartitionSpec]:
     """The spec of each leaf of a tree with states in it, from the parameters' own.
 
     `params` are, by the names in their paths, the parameters and their specs, `None`
-    where there is none. A leaf that belongs to a parameter lies like it.
+    where there is none. A leaf that belongs to a parameter lies like it. With `sizes`,
+    those of the mesh's axes, parts of parameters are divided where they can be.
     """
 
     def spec(leaf: Leaf, like: PartitionSpec) -> PartitionSpec:
@@ -42,9 +43,14 @@ def specs_like(
                 return node.spec_of(leaf.x)
             if fields.is_in_pieces(node):  # flat, with none of its parameter's axes
                 return PartitionSpec()
-        return like
+        behind = [kind.buffers for kind in leaf.kinds if kind.buffers is not None]
+        if sizes is None or not behind or jnp.ndim(leaf.x) <= behind[0]:
+            return like
+        shape = jnp.shape(leaf.x)[behind[0] :]
+        found = shards.spec_of_buffer(shape, params, sizes)
+        return PartitionSpec(*[None] * behind[0], *found) if found else PartitionSpec()
 
-    return list(map(spec, leaves_of(tree), shards.specs_like(tree, params)))
+    return list(map(spec, leaves_of(tree), shards.specs_like(tree, params, sizes)))
 
 
 def map_marked(

@@ -57,6 +57,9 @@ class Kind(NamedTuple):
     lands: Literal["nobody", "joiners", "everyone"] | None = None
     # Where its arrays live between the steps that touch them: `placement/memory.py`.
     memory: Literal["device", "pinned_host"] = "device"
+    # Whether its arrays are those in which parts of the parameters wait, and behind how
+    # many axes.
+    buffers: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -77,6 +80,10 @@ class Kind(NamedTuple):
     def on_host(self) -> "Kind":
         """The same kind for arrays in the memory of the host."""
         return self._replace(memory="pinned_host")
+
+    def of_buffers(self, behind: int = 0) -> "Kind":
+        """The same kind for arrays in which parts of the parameters wait."""
+        return self._replace(buffers=behind)
 
     @property
     def like_params(self) -> "Kind":

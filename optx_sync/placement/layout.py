@@ -149,7 +149,7 @@ class Layout(NamedTuple):
             name: (x, shards.spec_of(self.specs, name, jnp.shape(x), sizes))
             for name, (_, x, _) in params.items()
         }
-        specs = specs_like(tree, known)
+        specs = specs_like(tree, known, sizes)
         return form.pick(jax.tree.structure(tree).unflatten(specs))
 
     def pinned(self, form: Form, arrays: Arrays, levels: Levels) -> list[jax.Array]:
