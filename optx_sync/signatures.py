@@ -25,6 +25,7 @@ _WHERE = {
     r"optax\._src\.(\w+\.)*": "optax.",
     r"optx_sync\.(\w+\.)*": "",
     r"collections\.abc\.|typing\.": "",
+    r"pathlib\._local\.": "pathlib.",  # Python 3.13
     r"ForwardRef\('([^']*)'\)": r"\1",
     r"~(?=\w)": "",
     r"\bNoneType\b": "None",
