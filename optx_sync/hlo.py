@@ -175,6 +175,29 @@ def reached(
     return seen
 
 
+def branches(program: Program) -> dict[str, tuple[tuple[str, int], ...]]:
+    """In which branches of conditionals the computations of a program stand.
+
+    Returns:
+        For each computation that a run may reach, (name of the conditional, number of
+        its branch) from the outermost on; of one that is called in several places, the
+        way with the fewest.
+    """
+    ways: dict[str, tuple[tuple[str, int], ...]] = dict.fromkeys(program.entries, ())
+    waiting = list(program.entries)
+    while waiting:
+        name = waiting.pop(0)
+        for instruction in program.computations[name]:
+            for number, other in enumerate(called(instruction, program)):
+                way = ways[name]
+                if instruction.opcode == "conditional":
+                    way = (*way, (instruction.name, number))
+                if other not in ways or len(way) < len(ways[other]):
+                    ways[other] = way
+                    waiting.append(other)
+    return ways
+
+
 def arrays(shape: str) -> list[Array]:
     """Read the arrays of a shape, which may be a tuple; tokens are none.
 

@@ -66,6 +66,12 @@ def _direct(tx: Any) -> _Direct | None:
     return found if isinstance(found, _Direct) and found.update is update else None
 
 
+def period_of(tx: Any) -> Period | None:
+    """The `communication_period` of a center rule, `None` of another transformation."""
+    found = _direct(tx)
+    return found and found.communication_period
+
+
 def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:
     """How a center rule hears that its workers have been moved."""
     found = _direct(tx)

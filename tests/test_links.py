@@ -2,8 +2,11 @@
 
 import math
 
+import jax.numpy as jnp
+import optax
 import pytest
 
+import optx_sync as oxs
 from optx_sync import audit
 from optx_sync.audit import Collective, Strategy
 from tests.refusals import all_refused
@@ -69,6 +72,49 @@ def test_conditionals_and_programs_that_meet_count_once_in_a_period():
     assert once(late, period=5).exposed == pytest.approx(5 * 5.0)
 
 
+def test_branches_that_exclude_each_other_count_by_their_mean():
+    def at(*numbers, **more):
+        names = ("due", "pairing", "inside")
+        return row(conditional=True, **more)._replace(
+            branch=tuple(zip(names, numbers, strict=False))
+        )
+
+    # In seconds: 1.5 in each round; 3, and 6 or 1.5, in turn.
+    rows = [at(1), at(1, 0, bytes=2 * GBIT), at(1, 2, 0, bytes=4 * GBIT), at(1, 2, 1)]
+    assert once(*rows).sent == pytest.approx(1.5 + (3 + (6 + 1.5) / 2) / 2)
+    # One that is near takes no time, and its turn.
+    near = at(1, 0, groups=((0, 1), (2, 3)))
+    far = at(1, 1, groups=((0, 2), (1, 3)))
+    assert once(near, far, near=2).sent == pytest.approx(0.5)
+    lines = audit.table(rows).splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[1:5]] == [
+        *("yes", "yes, 1 in 2", "yes, 1 in 4", "yes, 1 in 4"),
+    ]
+    assert lines[5].split()[1] == str(round(GBIT * (1 + 1 + 1 + 0.25)))
+
+
+@pytest.mark.parametrize(
+    ("tx", "seconds"),
+    [
+        (oxs.noloco(optax.sgd(0.1), "workers"), 0.032),
+        (oxs.gossip(optax.sgd(0.1), "workers", graph=oxs.graphs.exponential()), 0.032),
+        (oxs.local_sgd(optax.sgd(0.1), "workers", fragments=2), 0.056),
+    ],
+    ids=["noloco", "exponential", "parts"],
+)
+def test_a_meeting_with_one_partner_is_quicker_than_one_with_all(tx, seconds):
+    """4 MB among eight at 1 Gbit/s, whichever partner it is; of parts each meets."""
+    workers = oxs.Workers(8, "workers", mesh=True)
+
+    def begin():
+        params = [jnp.zeros(500_000)] * 2
+        return params, tx.init(params)
+
+    step = workers.step(lambda p, s: oxs.apply_gradients(tx, p, s, p), state=2)
+    cost = once(*audit.collectives(step, *workers.expect(begin)))
+    assert cost.sent == pytest.approx(seconds, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("period", "published"), [(1, 184), (10, 49), (100, 6.2), (300, 2.0)]
 )
@@ -123,3 +169,41 @@ once(row(), overlap=1.5)  # ValueError: overlap must be .*\[0, 1\]
 once(row(groups=()))  # ValueError: does not say between which devices
 audit.plan({}, gbits=[1], step_seconds=1.0, goal=1.0)  # ValueError: goal must be
 """)
+
+
+def test_a_plan_compiles_optimizers():
+    params, workers = jnp.zeros(250_000), oxs.Workers(8, "workers", mesh=True)
+    diloco = oxs.diloco(optax.sgd(0.1), "workers", communication_period=25)
+    found = audit.plan(
+        {
+            "every step": oxs.cross_shard(optax.sgd(0.1), "workers"),
+            "diloco": diloco,
+            "written": Strategy([row(bytes=10**6, groups=(tuple(range(8)),))]),
+        },
+        gbits=[0.1],
+        step_seconds=0.14,
+        params=params,
+        workers=workers,
+    )
+    assert found.utilisation["every step"] == found.utilisation["written"] == (0.5,)
+    assert found.utilisation["diloco"] == pytest.approx((25 / 26,))
+    asked = {"gbits": 0.1, "step_seconds": 1.0, "workers": workers}
+    cost = audit.time(diloco, params=lambda: params, **asked)
+    assert cost.sent == pytest.approx(0.14)
+    step = SIMULATED.step(lambda x: x)
+    with pytest.warns(UserWarning, match="are simulated on one device, and so send"):
+        assert audit.collectives(step, jnp.zeros((8, 3))) == []
+
+
+def by_period(period):
+    return oxs.local_sgd(optax.sgd(1.0), "workers", communication_period=period)
+
+
+SIMULATED, PARAMS = oxs.Workers(8, "workers"), jnp.zeros(3)
+test_what_no_plan_is_made_of_is_refused = all_refused(globals())(r"""
+audit.plan({"a": by_period(5)}, gbits=[1], step_seconds=1.0)  # TypeError: strategies\['a'\] is an optimizer, .* Pass params=
+audit.time(by_period(5), gbits=1.0, step_seconds=1.0)  # TypeError: rows is an optimizer
+audit.time(row(), gbits=1.0, step_seconds=1.0)  # TypeError: must be rows .* or an optimizer; got Collective
+audit.strategy(by_period(5), PARAMS, SIMULATED)  # ValueError: simulated on one device send nothing
+audit.strategy(by_period(lambda n: 5), PARAMS, oxs.Workers(8, "workers", mesh=True))  # ValueError: is a schedule
+""")  # noqa: E501

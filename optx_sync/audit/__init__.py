@@ -5,13 +5,15 @@
 that is compiled for these arguments (or their shapes); `table(rows)` writes them as
 text. `time(rows, gbits=...)` says how long a step sends and waits, a `Cost`, and
 `plan({name: Strategy(rows)}, gbits=[...], step_seconds=...)` which bandwidth each
-method needs, a `Plan`. `parse` and `instructions` read the text of a compiled program.
+method needs, a `Plan`; both also take an optimizer, which `strategy` compiles. `parse`
+and `instructions` read the text of a compiled program.
 """
 
 from optx_sync.audit.links import Cost as Cost
 from optx_sync.audit.links import Plan as Plan
 from optx_sync.audit.links import Strategy as Strategy
 from optx_sync.audit.links import plan as plan
+from optx_sync.audit.links import strategy as strategy
 from optx_sync.audit.links import time as time
 from optx_sync.audit.programs import Collective as Collective
 from optx_sync.audit.programs import collectives as collectives
@@ -28,6 +30,7 @@ __all__ = [
     "instructions",
     "parse",
     "plan",
+    "strategy",
     "table",
     "time",
 ]

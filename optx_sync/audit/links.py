@@ -3,10 +3,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from optx_sync.audit.programs import PAIRS, Collective, in_columns
+import optax
+
+from optx_sync.audit.programs import PAIRS, Collective, collectives, in_columns, shares
 from optx_sync.checks import interval
+from optx_sync.forms import is_function
+from optx_sync.front.workers import Workers
+from optx_sync.step import apply_gradients, period_of
+from optx_sync.trees import Tree
 
 # Bytes that one of n devices sends along a ring, for each byte of its operand.
 _ON_A_RING: dict[str, Callable[[int], float]] = {
@@ -65,16 +71,76 @@ class Plan(NamedTuple):
         return in_columns(lines, "<" + ">" * (len(head) - 1))
 
 
+def strategy(
+    tx: optax.GradientTransformation,
+    params: Tree,
+    workers: Workers,
+) -> Strategy:
+    """Compile a step of an optimizer and list what it sends: a `Strategy`.
+
+    The step is that of the optimizer alone: a model that communicates itself (FSDP)
+    is not in it. Nothing is computed, nothing but the program is allocated.
+
+    Args:
+        tx: The optimizer, such as `diloco(...)`.
+        params: One worker's parameters or their shapes, or a function without arguments
+            that returns them. Gradients have the same shapes.
+        workers: The workers, with a mesh: forced CPU devices will do.
+
+    Returns:
+        The rows, with `communication_period` of a center rule as the period; of another
+        optimizer, or where links of a chain stand around the rule, 1.
+
+    Raises:
+        ValueError: The workers are simulated on one device, where nothing is sent; or
+            the period is a schedule.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, optx_sync as oxs
+        >>> n = jax.device_count()
+        >>> tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=20)
+        >>> found = oxs.audit.strategy(
+        ...     tx, lambda: jnp.zeros(1000), oxs.Workers(n, "workers", mesh=True)
+        ... )
+        >>> found.period, found.rows[0].bytes
+        (20, 4000)
+    """
+    if workers.mesh is None:
+        raise ValueError(
+            "workers that are simulated on one device send nothing. Pass those of a "
+            "mesh, oxs.Workers(n, axis, mesh=True): CPU devices will do."
+        )
+    period = period_of(tx)
+    if callable(period):
+        raise ValueError(
+            "the communication_period of tx is a schedule, which has no one length. "
+            "Give tx a number for this."
+        )
+
+    def begin() -> Tree:
+        first = params() if is_function(params) else params
+        return first, tx.init(first)
+
+    def step(params: Tree, state: Any) -> Tree:
+        return apply_gradients(tx, params, state, params)
+
+    compiled = workers.step(step, state=2)
+    rows = collectives(compiled, *workers.expect(begin))
+    return Strategy(rows, 1 if period is None else period)
+
+
 def time(
-    rows: Iterable[Collective],
+    rows: Iterable[Collective] | Strategy | optax.GradientTransformation,
     *,
     gbits: float,
     step_seconds: float,
     latency: float = 0.0,
-    period: int = 1,
+    period: int | None = None,
     quiet: Iterable[Collective] | None = None,
-    overlap: float = 1.0,
+    overlap: float | None = None,
     near: int = 1,
+    params: Tree = None,
+    workers: Workers | None = None,
 ) -> Cost:
     r"""Estimate the seconds that a program's collectives take on given links.
 
@@ -84,7 +150,9 @@ def time(
     operand is one device's share, and 1 of a permutation or a send. In each step
     overlapped collectives (`Collective.overlapped`) hide behind `overlap *
     step_seconds` at most; the device waits for others, and for those in conditionals.
-    Over the H = `period` steps of a period, of T = `step_seconds` each:
+    Of branches that exclude each other, as the pairings of `gossip`, the mean counts
+    (`Collective.branch`). Over the H = `period` steps of a period, of T =
+    `step_seconds` each:
 
     .. math::
 
@@ -95,12 +163,14 @@ def time(
 
     Args:
         rows: What `collectives` found, or `Collective`s of a planned program. With
-            `quiet`, those of the step that meets.
+            `quiet`, those of the step that meets. Or a `Strategy`; or an optimizer,
+            with `params` and `workers`, which `strategy` compiles.
         gbits: Gbit/s that one device can send: on a host of 8 devices, those of the
             host's link divided by 8.
         step_seconds: Seconds that a step computes.
         latency: Seconds that each collective takes beside its bytes.
-        period: H. Rows in conditionals count once in it.
+        period: H. Rows in conditionals count once in it. By default that of the
+            strategy or of the optimizer, and 1 of rows.
         quiet: The rows of the steps that do not meet, where these have a program of
             their own (`meet=False`).
         overlap: The share of a step's computation that overlapped collectives can
@@ -108,6 +178,8 @@ def time(
             pass, 1 where what is sent is there when the step begins.
         near: Devices next to each other in the mesh, of one host or one slice, whose
             links are so fast that collectives among them cost nothing.
+        params: For an optimizer, as `strategy` takes them.
+        workers: For an optimizer, as `strategy` takes them.
 
     Returns:
         A `Cost`, of one period.
@@ -115,6 +187,7 @@ def time(
     Raises:
         ValueError: A number is out of its range, or a row does not say between which
             devices it is (then `near` and f(n) are not known).
+        TypeError: `rows` is none of these, or `params` and `workers` are missing.
 
     Example:
         >>> import optx_sync as oxs
@@ -126,21 +199,26 @@ def time(
         >>> oxs.audit.time([meets], gbits=8, step_seconds=1.0, period=9)
         Cost(sent=1.0, exposed=1.0, utilisation=0.9)
     """
+    given = _strategy_of("rows", rows, params, workers)
+    rows = list(given.rows)
+    period = given.period if period is None else period
+    overlap = given.overlap if overlap is None else overlap
+    quiet = given.quiet if quiet is None else quiet
     interval("(0, inf)", gbits=gbits, step_seconds=step_seconds)
     interval("(0, inf)", period=period, near=near)
     interval("[0, inf)", latency=latency)
     interval("[0, 1]", overlap=overlap)
-    rows = [row for row in rows if _is_far(row, near)]
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
-    quiet = [row for row in quiet if _is_far(row, near)]
-    steps = [(1, rows), (period - 1, quiet)]
+    steps = [(1, rows), (period - 1, list(quiet))]
     sent = exposed = 0.0
     for count, those in steps:
         hidden = waited = 0.0
-        for row in those:
-            share = _ON_A_RING[row.kind](max(map(len, row.groups), default=1))
-            seconds = latency + 8e-9 * (share * row.bytes) / gbits
+        for row, share in zip(those, shares(those), strict=True):
+            if not _is_far(row, near):
+                continue
+            around = _ON_A_RING[row.kind](max(map(len, row.groups), default=1))
+            seconds = share * (latency + 8e-9 * (around * row.bytes) / gbits)
             if row.overlapped and not row.conditional:
                 hidden += seconds
             else:
@@ -152,23 +230,28 @@ def time(
 
 
 def plan(
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, Strategy | optax.GradientTransformation],
     *,
     gbits: Iterable[float],
     step_seconds: float,
     latency: float = 0.0,
     near: int = 1,
     goal: float = 0.8,
+    params: Tree = None,
+    workers: Workers | None = None,
 ) -> Plan:
     """The utilisation of several strategies at several bandwidths, beside each other.
 
     Args:
-        strategies: By name: the rows of their programs, with the period.
+        strategies: By name: the rows of their programs, with the period; or an
+            optimizer, with `params` and `workers`, which `strategy` compiles.
         gbits: The bandwidths, each as `time` takes it.
         step_seconds: As `time` takes it, and so are `latency` and `near`.
         latency: Seconds that each collective takes beside its bytes.
         near: Devices of one host.
         goal: The utilisation for which the bandwidth is looked for.
+        params: Of all optimizers, as `strategy` takes them.
+        workers: Of all optimizers, as `strategy` takes them.
 
     Returns:
         A `Plan`.
@@ -193,10 +276,14 @@ def plan(
     """
     interval("(0, 1)", goal=goal)
     gbits = tuple(gbits)
+    compiled = {
+        name: _strategy_of(f"strategies[{name!r}]", one, params, workers)
+        for name, one in strategies.items()
+    }
 
     def share(strategy: Strategy, bandwidth: float) -> float:
         found = time(
-            **strategy._asdict(),
+            strategy,
             gbits=bandwidth,
             step_seconds=step_seconds,
             latency=latency,
@@ -206,13 +293,36 @@ def plan(
 
     found = {
         name: tuple(share(strategy, bandwidth) for bandwidth in gbits)
-        for name, strategy in strategies.items()
+        for name, strategy in compiled.items()
     }
     needed = {
         name: _least(lambda bandwidth, one=strategy: share(one, bandwidth), goal)
-        for name, strategy in strategies.items()
+        for name, strategy in compiled.items()
     }
     return Plan(gbits, found, goal, needed)
+
+
+def _strategy_of(
+    name: str, given: Any, params: Tree, workers: Workers | None
+) -> Strategy:
+    """What `time` and `plan` were given, as a `Strategy`."""
+    if isinstance(given, Strategy):
+        return given
+    if isinstance(given, optax.GradientTransformation):
+        if params is None or workers is None:
+            raise TypeError(
+                f"{name} is an optimizer, which is compiled for shapes and workers. "
+                "Pass params= and workers=, such as oxs.Workers(8, 'workers', "
+                "mesh=True)."
+            )
+        return strategy(given, params, workers)
+    rows = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(row, Collective) for row in rows):
+        raise TypeError(
+            f"{name} must be rows of oxs.audit.collectives, a Strategy or an "
+            f"optimizer; got {type(given).__name__}."
+        )
+    return Strategy(rows)
 
 
 def _least(share: Callable[[float], float], goal: float) -> float:

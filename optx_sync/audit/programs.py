@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """List the collectives of a compiled program, from XLA's own text."""
 
+import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync import hlo
+from optx_sync.front.step import Step
 
 _KINDS = (
     "all-reduce",
@@ -42,6 +45,10 @@ class Collective(NamedTuple):
     start and the instruction that waits for it, in the program's order. It is None for
     a synchronous one, and for one that a later round of a loop waits for. `behind`
     counts the instructions that compute in between: on a GPU, its kernels.
+
+    `branch` says in which branches it stands: (name of the conditional, number of the
+    branch), the outermost first. Branches of one conditional exclude each other, as
+    the pairings of `gossip` and `noloco` do: `time` and `table` count their mean.
     """
 
     kind: str  # "all-reduce", "all-gather", "send", ...; start and done are one
@@ -51,6 +58,7 @@ class Collective(NamedTuple):
     conditional: bool  # in a branch of a conditional, at any depth
     overlapped: bool | None = None  # with computation between its start and its end
     behind: int | None = None  # the number of instructions that compute there
+    branch: tuple[tuple[str, int], ...] = ()  # of which conditionals, and which branch
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
@@ -91,6 +99,13 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].conditional
         ('all-reduce', 12, False)
     """
+    if isinstance(fn, Step) and fn.layout().mesh is None:
+        warnings.warn(
+            f"The workers of {fn.name} are simulated on one device, and so send "
+            "nothing. Pass a step of oxs.Workers(..., mesh=True), whose workers have "
+            "devices of their own: CPU devices will do.",
+            stacklevel=2,
+        )
     return _rows(hlo.program(fn, *args, **kwargs))
 
 
@@ -142,8 +157,31 @@ def parse(text: str) -> list[Collective]:
     return _rows(hlo.read(text))
 
 
+def shares(rows: Sequence[Collective]) -> list[float]:
+    """How often each row counts where branches that exclude each other count once.
+
+    Of a conditional of which k branches hold rows each counts 1 / k, as if they were
+    taken in turn; a branch without rows is the step that sends nothing. Conditionals
+    inside of one another multiply.
+    """
+    numbers: dict[Any, set[int]] = {}
+    for row in rows:
+        for depth, (name, number) in enumerate(row.branch):
+            numbers.setdefault((*row.branch[:depth], name), set()).add(number)
+    return [
+        math.prod(
+            1 / len(numbers[(*row.branch[:depth], name)])
+            for depth, (name, _) in enumerate(row.branch)
+        )
+        for row in rows
+    ]
+
+
 def table(rows: Iterable[Collective]) -> str:
     """Write the rows of `collectives` as a table in plain text, with the sums.
+
+    In the sums branches that exclude each other count by their mean: a row that is
+    "yes, 1 in 7" stands in one of seven, and a seventh of its bytes counts.
 
     Example:
         >>> import optx_sync as oxs
@@ -161,17 +199,25 @@ def table(rows: Iterable[Collective]) -> str:
     lines: list[Sequence[str]] = [
         ("kind", "bytes", "operands", "groups", "conditional", "overlapped")
     ]
-    for row in rows:
+    said = {None: "", True: "yes", False: "no"}
+    counted = shares(rows)
+    for row, share in zip(rows, counted, strict=True):
         groups = f"{len(row.groups)} x {len(row.groups[0]) if row.groups else 0}"
         if row.kind in PAIRS:
             groups = f"{len(row.groups)} pairs" if row.groups else "not said"
-        flags = ("" if f is None else "yes" if f else "no" for f in row[4:6])
-        lines.append((row.kind, str(row.bytes), str(row.operands), groups, *flags))
-    quiet = sum(row.bytes for row in rows if row.conditional)
-    hidden = sum(row.bytes for row in rows if row.overlapped)
-    total = (sum(row.bytes for row in rows), sum(row.operands for row in rows))
+        conditional = said[row.conditional] + f", 1 in {1 / share:g}" * (share < 1)
+        numbers = str(row.bytes), str(row.operands)
+        lines.append((row.kind, *numbers, groups, conditional, said[row.overlapped]))
+
+    def total(numbers: Iterable[int]) -> str:
+        each = zip(counted, numbers, strict=True)
+        return f"{sum(share * number for share, number in each):.0f}"
+
+    quiet = total(row.bytes * row.conditional for row in rows)
+    hidden = total(row.bytes * bool(row.overlapped) for row in rows)
+    whole = total(row.bytes for row in rows), total(row.operands for row in rows)
     sums = f"{quiet} bytes in conditionals", f"{hidden} bytes overlapped"
-    lines.append(("total", *map(str, total), "", *sums))
+    lines.append(("total", *whole, "", *sums))
     if all(row.overlapped is None for row in rows):
         lines = [line[:-1] for line in lines]
     return in_columns(lines, "<>><<<")
@@ -187,12 +233,12 @@ def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
 
 
 def _rows(program: hlo.Program) -> list[Collective]:
-    always, ever = hlo.reached(program, "none"), hlo.reached(program, "every")
+    branches = hlo.branches(program)
     found = [
         (name, position, kind)
         for name, body in program.computations.items()
         for position, instruction in enumerate(body)
-        if name in ever and (kind := _kind(instruction, program))
+        if name in branches and (kind := _kind(instruction, program))
     ]
     callers = {
         called: (name, position)
@@ -234,9 +280,10 @@ def _rows(program: hlo.Program) -> list[Collective]:
                 bytes=sum(array.bytes for array in arrays),
                 operands=len(arrays),
                 groups=hlo.groups(instruction, program.devices),
-                conditional=name not in always,
+                conditional=bool(branches[name]),
                 overlapped=None if end is None else computing > 0,
                 behind=None if end is None else computing,
+                branch=branches[name],
             )
         )
     return rows
