@@ -3,13 +3,11 @@
 
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync import hlo
-from optx_sync.front.step import Step
 
 _KINDS = (
     "all-reduce",
@@ -71,7 +69,9 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     function called both inside and outside of branches is not conditional.
 
     The rows describe the program that this platform's compiler made. XLA:CPU widens
-    half precision reductions to float32, and keeps collectives over one device.
+    half precision reductions to float32, and keeps collectives over one device. Of a
+    step whose workers are simulated on one device there are none: pass that of
+    `Workers(..., mesh=True)`, for which CPU devices will do.
 
     Args:
         fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
@@ -99,13 +99,6 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].conditional
         ('all-reduce', 12, False)
     """
-    if isinstance(fn, Step) and fn.layout().mesh is None:
-        warnings.warn(
-            f"The workers of {fn.name} are simulated on one device, and so send "
-            "nothing. Pass a step of oxs.Workers(..., mesh=True), whose workers have "
-            "devices of their own: CPU devices will do.",
-            stacklevel=2,
-        )
     return _rows(hlo.program(fn, *args, **kwargs))
 
 
