@@ -152,13 +152,12 @@ def beside(buffers: Tree, params: Tree) -> Any:
     if specs is None:
         return with_specs(None)
     named = _named(params, specs, mesh.shape)
+    what = "parts that share an array"
     found = [
-        (names_of(path), x, spec_of_buffer(x.shape, named, mesh.shape))
+        (names_of(path), what, x, spec_of_buffer(x.shape, named, mesh.shape))
         for path, x in jax.tree_util.tree_leaves_with_path(buffers)
     ]
-    everything = [("parts that share an array", x, spec) for _, x, spec in found]
-    _warn_of_whole(everything, named, mesh.shape)
-    return with_specs(tuple((name, spec or PartitionSpec()) for name, _, spec in found))
+    return _lying(found, named, mesh.shape)
 
 
 def of_part(part: Tree, params: Tree) -> Any:
@@ -168,14 +167,23 @@ def of_part(part: Tree, params: Tree) -> Any:
         return with_specs(None)
     named = _named(params, specs, mesh.shape)
     found = [
-        (names_of(path), x, spec_of_rows(x.shape, named[names_of(path)][1], mesh.shape))
+        (name, ".".join(name), x, spec_of_rows(x.shape, named[name][1], mesh.shape))
         for path, x in jax.tree_util.tree_leaves_with_path(part)
-        if names_of(path) in named
+        if (name := names_of(path)) in named
     ]
-    everything = [(".".join(name), x, spec) for name, x, spec in found]
-    _warn_of_whole(everything, named, mesh.shape)
-    own = ((name, spec or PartitionSpec()) for name, _, spec in found)
-    return with_specs((*own, *specs))  # of equally long names the first counts
+    return _lying(found, named, mesh.shape, specs)
+
+
+def _lying(
+    found: Sequence[tuple[Names, str, Any, PartitionSpec | None]],
+    params: Named,
+    sizes: Mapping[str, int],
+    others: Specs = (),
+) -> Any:
+    """A context in which arrays (name, label, array, spec) lie so, or are whole."""
+    _warn_of_whole([one[1:] for one in found], params, sizes)
+    own = ((name, spec or PartitionSpec()) for name, _, _, spec in found)
+    return with_specs((*own, *others))  # of equally long names the first counts
 
 
 def _named(params: Tree, specs: Specs, sizes: Mapping[str, int]) -> Named:
