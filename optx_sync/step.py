@@ -27,6 +27,7 @@ class _Direct(NamedTuple):
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
     moved: Callable[[Any, Tree, Tree], Any] | None
+    parts: int
 
 
 def direct_transformation(
@@ -35,6 +36,7 @@ def direct_transformation(
     apply: Callable[..., tuple[Tree, Any]],
     communication_period: Period | None = None,
     moved: Callable[[Any, Tree, Tree], Any] | None = None,
+    parts: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that can also return the new parameters.
 
@@ -52,9 +54,11 @@ def direct_transformation(
         communication_period: For `due`.
         moved: `(state, before, after) -> state`, the state after another wrapper has
             moved the parameters; `None` if the state does not depend on them.
+        parts: The number of parts, of which one meets every `communication_period`.
     """
     step: Any = _explained(init, update)
-    step.direct = _Direct(step, _explained(init, apply), communication_period, moved)
+    apply = _explained(init, apply)
+    step.direct = _Direct(step, apply, communication_period, moved, parts)
     return optax.GradientTransformationExtraArgs(init, step)
 
 
@@ -70,6 +74,12 @@ def period_of(tx: Any) -> Period | None:
     """The `communication_period` of a center rule, `None` of another transformation."""
     found = _direct(tx)
     return found and found.communication_period
+
+
+def parts_of(tx: Any) -> int:
+    """The number of parts that meet in turn, 1 of what has no parts."""
+    found = _direct(tx)
+    return found.parts if found else 1
 
 
 def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:

@@ -115,6 +115,19 @@ def test_a_meeting_with_one_partner_is_quicker_than_one_with_all(tx, seconds):
     assert cost.sent == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("fragments", [2, oxs.rules.strided(4)], ids=["2", "strided"])
+def test_in_a_period_parts_send_what_is_sent_at_once(fragments, delay):
+    given = {"communication_period": 4, "fragments": fragments, "delay": delay}
+    found = audit.strategy(
+        oxs.local_sgd(optax.sgd(0.1), "workers", **given),
+        jnp.zeros(1000),
+        oxs.Workers(8, "workers", mesh=True),
+    )
+    sent = audit.time(found, gbits=8e-9, step_seconds=1.0).sent
+    assert (found.period, sent) == (4, pytest.approx(1.75 * 4000))
+
+
 @pytest.mark.parametrize(
     ("period", "published"), [(1, 184), (10, 49), (100, 6.2), (300, 2.0)]
 )

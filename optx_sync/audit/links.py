@@ -11,7 +11,7 @@ from optx_sync.audit.programs import PAIRS, Collective, collectives, in_columns,
 from optx_sync.checks import interval
 from optx_sync.forms import is_function
 from optx_sync.front.workers import Workers
-from optx_sync.step import apply_gradients, period_of
+from optx_sync.step import apply_gradients, parts_of, period_of
 from optx_sync.trees import Tree
 
 # Bytes that one of n devices sends along a ring, for each byte of its operand.
@@ -126,7 +126,8 @@ def strategy(
 
     compiled = workers.step(step, state=2)
     rows = collectives(compiled, *workers.expect(begin))
-    return Strategy(rows, 1 if period is None else period)
+    # Every `period` steps one of the parts meets: each once in a period of all.
+    return Strategy(rows, 1 if period is None else period * parts_of(tx))
 
 
 def time(
