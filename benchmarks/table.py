@@ -1,0 +1,354 @@
+"""One table of all methods: loss, bytes, and what a slow, lost or lying worker does.
+
+python benchmarks/table.py           # an hour on two cores; goes on where it was ended
+python benchmarks/table.py --again   # from the beginning
+python benchmarks/table.py --quick
+
+The rows of `table.csv` are runs, each with its seed, and its loss on the way.
+"""
+
+import csv
+import functools
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import methods
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from methods import (
+    AXIS,
+    BATCH,
+    CONTEXT,
+    INNER,
+    METHODS,
+    PERIOD,
+    STEPS,
+    SWEEP,
+    WORKERS,
+    Method,
+    Tree,
+    initial,
+    loss_of,
+    rate_of,
+    texts,
+    windows_of,
+)
+from report import COLOURS, Report, arguments, folder_of, of_seeds, processes
+from rich.progress import track
+
+import optx_sync as oxs
+
+EVERY = 50  # steps between evaluations
+FULL = {"steps": STEPS, "seeds": 3}
+SHORT = {"steps": 20, "seeds": 1}
+WELL, SLOW, LOST = "all well", "one slow", "one lost"
+LIES = {"one poisoned": -10.0, "one exploding": 1e3}
+STUDIED = {
+    SLOW: ("data parallel", "backup workers", "EASGD", "local SGD", "DiLoCo")
+    + ("delayed Nesterov", "NoLoCo", "gossip, exponential"),
+    LOST: ("data parallel", "backup workers", "EASGD", "local SGD", "DiLoCo")
+    + ("delayed Nesterov", "NoLoCo", "gossip, exponential"),
+} | dict.fromkeys(
+    LIES,
+    ("data parallel", "median", "trimmed mean", "Krum", "geometric median")
+    + ("clipped to the median", "EASGD", "DiLoCo", "DiLoCo, clipped", "DiLoCo, median")
+    + ("NoLoCo", "gossip, exponential"),
+)
+SLOWNESS = 3  # a slow worker's step takes so many of the others'
+SECOND = "second task"  # after a whole run, a quarter of its steps of data parallel
+AFTER = ("data parallel", "DiLoCo", "DiLoCo, H = 100")
+
+
+class Job(NamedTuple):
+    """Runs of one program."""
+
+    method: str
+    condition: str
+    steps: int
+    seeds: int
+
+
+# Running them.
+
+held_out_loss = jax.jit(loss_of)
+
+
+def lying(factor: float, axes: dict[str, int]) -> optax.GradientTransformation:
+    """Multiplies what the first worker passes on; the others are honest."""
+
+    def update(updates, state, params=None):
+        (axis,) = axes
+        mine = jnp.where(jax.lax.axis_index(axis) == 0, factor, 1.0)
+        return jax.tree.map(lambda x: mine * x, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def optimizer(job: Job) -> optax.GradientTransformation:
+    """The method around its inner optimizer, in which a liar lies."""
+    method = METHODS[job.method]
+    inner = INNER[method.inner](rate_of(job.steps))
+    if job.condition not in LIES:
+        return method.wrap(inner)
+    lies = lying(LIES[job.condition], method.axes)
+    if method.kind in ("center", "codes", "partners") or "DiLoCo" in job.method:
+        return method.wrap(optax.chain(inner, lies))  # its own steps are wrong
+    return optax.chain(lies, method.wrap(inner))  # its gradients are
+
+
+def in_step(job: Job, seed: int) -> tuple[list[float], Tree]:
+    """Workers that march in step: losses on the way, and the model at the end."""
+    method, tx, start = METHODS[job.method], optimizer(job), initial(seed)
+    names, sizes = tuple(method.axes), tuple(method.axes.values())
+    workers = oxs.Workers(sizes, names)
+    # A weight is asked for only where one may be 0: not all methods take one.
+    weighs = job.condition == LOST
+
+    @workers.step(state=2, split=False)
+    def step(params, state, windows, alive):
+        grads = jax.grad(loss_of)(params, windows)
+        extra = {"weight": alive} if weighs else {}
+        return oxs.apply_gradients(tx, grads, state, params, **extra)
+
+    now, losses, validation = workers.start((start, tx.init(start))), [], None
+    for number in range(1, job.steps + 1):
+        windows = windows_of("train", seed, number).reshape(*sizes, BATCH, CONTEXT + 1)
+        alive = np.ones(sizes, np.float32)
+        alive.flat[-1] = not is_away(number, job)
+        now = step(*now, windows, alive)
+        if number % EVERY == 0 or number == job.steps:
+            model = jax.device_get(model_of(workers, method, now, start))
+            validation = float(held_out_loss(model, texts()["validation"]))
+            losses.append(validation)
+    return losses, model
+
+
+def model_of(workers: oxs.Workers, method: Method, now: Tree, start: Tree) -> Tree:
+    """What is evaluated: the center, or the mean of the workers."""
+    if method.kind in ("gradients", "robust") and not has_center(now):
+        return workers.first(now[0])
+    if method.kind == "partners":
+        return oxs.by_hand.mean_params(now[0])
+    return oxs.center_params(workers.first(now[1]), start)
+
+
+def has_center(now: Tree) -> bool:
+    return optax.tree.get(now[1], "center") is not None
+
+
+def is_away(step: int, job: Job) -> bool:
+    """Whether the worker that is lost and comes back is away: a third of the run."""
+    return job.condition == LOST and 1 / 3 < step / job.steps <= 2 / 3
+
+
+def arrivals(job: Job, seed: int) -> np.ndarray:
+    """Which worker ends a step, event by event; steps differ by a tenth or so."""
+    rng = np.random.default_rng((seed, 2))
+    seconds = rng.lognormal(0, 0.1, (WORKERS, job.steps))
+    seconds[-1] *= SLOWNESS if job.condition == SLOW else 1
+    ends = seconds.cumsum(1)
+    worker, step = np.indices(ends.shape)
+    counts = ends <= job.steps  # as long as the others need in the mean
+    if job.condition == LOST:
+        counts[-1] &= (ends[-1] < job.steps / 3) | (ends[-1] > job.steps * 2 / 3)
+    if job.condition == WELL:
+        counts[:] = True  # equal tokens
+    order = np.argsort(ends[counts], kind="stable")
+    return worker[counts][order].astype(np.int32)
+
+
+def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
+    """Workers that do not wait for each other."""
+    method, start = METHODS[job.method], initial(seed)
+    order = arrivals(job, seed)
+    codes = jnp.asarray(texts()["train"])
+    validation = jnp.asarray(texts()["validation"])
+    inner = INNER[method.inner](rate_of(job.steps))
+    every = max(1, len(order) * EVERY // job.steps)
+
+    def grad_fn(worker, params, event):
+        key = jax.random.fold_in(jax.random.key(seed), event)
+        first = jax.random.randint(key, (BATCH, 1), 0, len(codes) - CONTEXT)
+        return jax.grad(loss_of)(params, codes[first + jnp.arange(CONTEXT + 1)])
+
+    @jax.jit
+    def run(start):
+        if method.arrives == "replicas":
+            found = oxs.simulate.sync_replicas(
+                inner,
+                start,
+                grad_fn,
+                order,
+                replicas_to_aggregate=7,
+                total_num_replicas=WORKERS,
+                num_tokens=0,
+                record=every,
+            )
+            return jax.lax.map(lambda p: loss_of(p, validation), found.params), (
+                jax.tree.map(lambda x: x[-1], found.params)
+            )
+        found = oxs.simulate.asynchronous(
+            inner,
+            oxs.rules.diloco(outer=oxs.outer.delayed_nesterov(0.7, momentum=0.9)),
+            start,
+            grad_fn,
+            order,
+            num_workers=WORKERS,
+            communication_period=PERIOD,
+            record=every,
+        )
+        curve = jax.lax.map(lambda c: loss_of(c, validation), found.center)
+        return curve, found.final.center
+
+    curve, model = jax.device_get(run(start))
+    return [float(loss) for loss in curve], model
+
+
+def second_task(model: Tree, steps: int, seed: int) -> float:
+    """The test loss on other text, after steps of data parallel on it."""
+    tx = optax.adamw(rate_of(steps))
+
+    @jax.jit
+    def step(params, state, windows):
+        grads = jax.grad(loss_of)(params, windows.reshape(-1, CONTEXT + 1))
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    now = jax.tree.map(jnp.asarray, model), tx.init(model)
+    for number in range(1, steps + 1):
+        now = step(*now, windows_of("second", seed + 100, number))
+    return float(held_out_loss(now[0], texts()["second test"]))
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    """All seeds of a program: rows of the CSV file."""
+    rows = []
+    arrives = METHODS[job.method].arrives
+    train = as_they_arrive if arrives else in_step
+    for seed in range(job.seeds):
+        curve, model = train(job, seed)
+        row: dict[str, Any] = {"method": job.method, "condition": job.condition}
+        loss = float(held_out_loss(model, texts()["test"]))
+        row |= {"seed": seed, "steps": job.steps, "test loss": loss, SECOND: ""}
+        if job.condition == WELL and job.method in AFTER:
+            row[SECOND] = second_task(model, job.steps // 4, seed)
+        rows.append(row | {"validation losses": " ".join(map(str, curve))})
+    return rows
+
+
+# The table.
+
+COLUMNS = ("method", "condition", "seed", "steps", "test loss", SECOND)
+CURVE = "validation losses"
+
+
+def jobs(steps: int, seeds: int) -> list[Job]:
+    """All programs, those of the table first."""
+    well = [Job(name, WELL, steps, seeds) for name in METHODS]
+    troubled = []
+    for condition, names in STUDIED.items():
+        for name in names:
+            # Who waits for a slow worker makes fewer steps in the same time.
+            waits = condition == SLOW and not METHODS[name].arrives
+            made = steps // SLOWNESS if waits else steps
+            troubled.append(Job(name, condition, made, seeds))
+    return well + troubled
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The runs of a file, none if it is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Runs in the order of the table, so that two makings can be compared."""
+    order = {name: number for number, name in enumerate(METHODS)}
+    conditions = [WELL, *STUDIED]
+    rows = sorted(
+        rows,
+        key=lambda row: (
+            conditions.index(row["condition"]),
+            order[row["method"]],
+            int(row["seed"]),
+        ),
+    )
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, CURVE), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def make(path: Path, todo: list[Job], quick: bool) -> None:
+    """Run what the file has not yet; it is written anew after every program."""
+    known = read(path)
+    have = {(row["method"], row["condition"]) for row in known}
+    todo = [job for job in todo if (job.method, job.condition) not in have]
+    if quick:
+        found = map(run, todo)
+        for rows in track(found, "Training", total=len(todo)):
+            write(path, known := known + rows)
+        return
+    with processes(quick) as pool:
+        found = pool.map(run, todo)
+        for rows in track(found, "Training", total=len(todo)):
+            write(path, known := known + rows)
+
+
+class Traffic(NamedTuple):
+    """What a worker sends in a step, in the mean."""
+
+    bytes: float  # for each parameter of four bytes, on a ring
+    messages: float  # one after another
+
+
+def traffic(name: str, steps: int) -> Traffic:
+    """Read from the compiled program of the method's optimizer."""
+    method = METHODS[name]
+    if method.arrives == "center":  # a contribution up, the center down
+        return Traffic(8 / PERIOD, 2 / PERIOD)
+    sizes, names = tuple(method.axes.values()), tuple(method.axes)
+    workers = oxs.Workers(sizes, names, mesh=True)
+    inner = INNER[method.inner](rate_of(steps))
+    # The same model, wider: small matrices fill blocks and chunks up with zeros.
+    large = jax.eval_shape(lambda: initial(0, 16 * methods.WIDTH))
+    rounds = 1.0
+    if method.period is None:
+        tx = method.wrap(inner)
+    else:
+        due = jax.jit(method.period(steps))
+        rounds = sum(oxs.by_hand.due(due, step) for step in range(steps)) / steps
+        tx = oxs.local_sgd(inner, AXIS, communication_period=1)
+    with warnings.catch_warnings():
+        # Of threads, which are for programs that run.
+        warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)
+        found = oxs.audit.strategy(tx, large, workers)
+    near = {"near": WORKERS // sizes[0]}  # chips of a pod
+    ways = {"gbits": 8e-9}, {"gbits": 1e30, "latency": 1.0}
+    sent, messages = (
+        oxs.audit.time(found, step_seconds=1.0, **way, **near).sent / found.period
+        for way in ways
+    )
+    parameters = sum(map(jnp.size, jax.tree.leaves(large)))
+    return Traffic(rounds * sent / parameters, rounds * messages)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__)
+    parser.add_argument("--again", action="store_true", help="forget earlier runs")
+    options = parser.parse_args()
+    folder = folder_of(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = SHORT if options.quick else FULL
+    path = folder / "table.csv"
+    if options.again:
+        path.unlink(missing_ok=True)
+    make(path, jobs(**settings), options.quick)
