@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync import hlo
+from optx_sync.front.step import Step
 
 _KINDS = (
     "all-reduce",
@@ -18,6 +19,8 @@ _KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+# Of these a compiler makes one of several, if they are alike and none waits for another.
+_JOINED = ("all-reduce", "all-gather", "reduce-scatter")
 PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
 # Custom calls that only move a pointer, or mark a collective's begin and end.
 _IDLE = (
@@ -99,6 +102,8 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].conditional
         ('all-reduce', 12, False)
     """
+    if isinstance(fn, Step) and fn.layout().is_abstract:
+        return _rows_to_be(hlo.read(fn.lower(*args, **kwargs).as_text("hlo")))
     return _rows(hlo.program(fn, *args, **kwargs))
 
 
@@ -280,6 +285,50 @@ def _rows(program: hlo.Program) -> list[Collective]:
             )
         )
     return rows
+
+
+def _rows_to_be(program: hlo.Program) -> list[Collective]:
+    """The rows of a program before XLA: calls put in line, and collectives joined."""
+    found: dict[Any, Collective] = {}
+
+    def walk(name: str, rank: int, place: str, branch: Any) -> int:
+        """Collect the rows of a computation whose operands wait for `rank` others.
+
+        Returns the rank of its results. `place` is where it runs: each call is another.
+        """
+        body, ranks = program.computations[name], dict[str, int]()
+        for instruction in body:
+            given = [x.rpartition(" ")[2].removeprefix("%") for x in instruction.operands]
+            after = max((ranks[x] for x in given if x in ranks), default=rank)
+            here, opcode = f"{place}/{instruction.name}", instruction.opcode
+            others = hlo.called(instruction, program)
+            if opcode in ("call", "while", "conditional"):
+                for number, other in enumerate(others):
+                    way = ((here, number),) if opcode == "conditional" else ()
+                    end = walk(other, after, here, branch + way)
+                    ranks[here] = max(end, ranks.get(here, after))
+                after = ranks[here]
+            elif kind := _kind(instruction, program):
+                arrays = hlo.operands(instruction, body)
+                groups = hlo.groups(instruction, program.devices)
+                row = Collective(kind, 0, 0, groups, bool(branch), branch=branch)
+                key: Any = here
+                if kind in _JOINED:
+                    # Of one type and one reduction; equal ranks do not wait.
+                    reduction = [x.opcode for y in others for x in program.computations[y]]
+                    key = row, after, arrays[0].dtype, *reduction
+                before = found.get(key, row)
+                found[key] = before._replace(
+                    bytes=before.bytes + sum(array.bytes for array in arrays),
+                    operands=before.operands + len(arrays),
+                )
+                after += 1
+            ranks[instruction.name] = after
+        return max(ranks.values(), default=rank)
+
+    for name in program.entries:
+        walk(name, 0, "", ())
+    return list(found.values())
 
 
 def _kind(instruction: hlo.Instruction, program: hlo.Program) -> str | None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -48,13 +49,18 @@ class Layout(NamedTuple):
 
     sizes: tuple[int, ...]
     axes: tuple[AxisName, ...]  # the outermost first
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     specs: shards.Specs | None = None  # of one worker's parameters, where known
 
     @property
     def number(self) -> int:
         """Of all workers."""
         return math.prod(self.sizes)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh has no devices."""
+        return isinstance(self.mesh, AbstractMesh)
 
     @property
     def names(self) -> tuple[str, ...]:
