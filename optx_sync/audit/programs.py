@@ -19,7 +19,7 @@ _KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
-# Of these a compiler makes one of several, if they are alike and none waits for another.
+# A compiler makes one of several that are alike, where none waits for another.
 _JOINED = ("all-reduce", "all-gather", "reduce-scatter")
 PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
 # Custom calls that only move a pointer, or mark a collective's begin and end.
@@ -74,7 +74,11 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     The rows describe the program that this platform's compiler made. XLA:CPU widens
     half precision reductions to float32, and keeps collectives over one device. Of a
     step whose workers are simulated on one device there are none: pass that of
-    `Workers(..., mesh=True)`, for which CPU devices will do.
+    `Workers(..., mesh=True)`, for which CPU devices will do. The step of `Workers` on a
+    `jax.sharding.AbstractMesh` is not compiled, and needs no device of the mesh: its
+    rows are those that JAX gives to XLA, of which those of one kind, type and group are
+    joined where none waits for another. A compiler may join fewer, and leave out what
+    nothing needs; half precision is not widened.
 
     Args:
         fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
@@ -120,6 +124,8 @@ def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
         >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
         1
     """
+    if isinstance(fn, Step):
+        fn.layout().check_devices("audit.instructions")
     computations = hlo.program(fn, *args, **kwargs).computations
     counts = Counter(
         instruction.opcode for body in computations.values() for instruction in body
@@ -291,40 +297,40 @@ def _rows_to_be(program: hlo.Program) -> list[Collective]:
     """The rows of a program before XLA: calls put in line, and collectives joined."""
     found: dict[Any, Collective] = {}
 
-    def walk(name: str, rank: int, place: str, branch: Any) -> int:
-        """Collect the rows of a computation whose operands wait for `rank` others.
+    def walk(name: str, rank: int, place: str, scope: Any) -> int:
+        """Collect a computation's rows; its operands wait for `rank` others in turn.
 
-        Returns the rank of its results. `place` is where it runs: each call is another.
+        Returns for how many its results wait. `place` is where it runs, of each call
+        another; `scope`, the branches and loops around it.
         """
+        branch = tuple(each for each in scope if each[1] is not None)
         body, ranks = program.computations[name], dict[str, int]()
         for instruction in body:
-            given = [x.rpartition(" ")[2].removeprefix("%") for x in instruction.operands]
-            after = max((ranks[x] for x in given if x in ranks), default=rank)
+            after = max([rank, *(ranks.get(x, rank) for x in instruction.given)])
             here, opcode = f"{place}/{instruction.name}", instruction.opcode
             others = hlo.called(instruction, program)
+            ends = [after]
             if opcode in ("call", "while", "conditional"):
                 for number, other in enumerate(others):
-                    way = ((here, number),) if opcode == "conditional" else ()
-                    end = walk(other, after, here, branch + way)
-                    ranks[here] = max(end, ranks.get(here, after))
-                after = ranks[here]
+                    inside = (here, number if opcode == "conditional" else None)
+                    around = scope if opcode == "call" else (*scope, inside)
+                    ends.append(walk(other, after, here, around))
             elif kind := _kind(instruction, program):
-                arrays = hlo.operands(instruction, body)
                 groups = hlo.groups(instruction, program.devices)
                 row = Collective(kind, 0, 0, groups, bool(branch), branch=branch)
+                arrays = hlo.operands(instruction, body)
                 key: Any = here
                 if kind in _JOINED:
-                    # Of one type and one reduction; equal ranks do not wait.
-                    reduction = [x.opcode for y in others for x in program.computations[y]]
-                    key = row, after, arrays[0].dtype, *reduction
-                before = found.get(key, row)
-                found[key] = before._replace(
-                    bytes=before.bytes + sum(array.bytes for array in arrays),
-                    operands=before.operands + len(arrays),
+                    inner = [x.opcode for y in others for x in program.computations[y]]
+                    key = row, scope, after, arrays[0].dtype, *inner
+                row = found.get(key, row)
+                found[key] = row._replace(
+                    bytes=row.bytes + sum(array.bytes for array in arrays),
+                    operands=row.operands + len(arrays),
                 )
-                after += 1
-            ranks[instruction.name] = after
-        return max(ranks.values(), default=rank)
+                ends.append(after + 1)
+            ranks[instruction.name] = max(ends)
+        return max(ranks.values())
 
     for name in program.entries:
         walk(name, 0, "", ())

@@ -117,6 +117,7 @@ class Step:
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
+        self.layout().check_devices(self.name)
         call, arrays, batches = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
