@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import optx_sync as oxs
 from optx_sync import audit
@@ -49,9 +49,10 @@ def test_an_abstract_mesh_sends_what_the_compiled_program_sends(tx):
 
 def test_replicas_inside_of_workers_are_groups_of_an_abstract_mesh():
     tx = oxs.diloco(oxs.cross_shard(SGD, "chips"), "pods")
+    n, axes, kinds = (2, 4), ("pods", "chips"), (AxisType.Auto,) * 2
     abstract, compiled = (
-        audit.strategy(tx, PARAMS, oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh))
-        for mesh in (AbstractMesh((2, 4), ("pods", "chips")), True)
+        audit.strategy(tx, PARAMS, oxs.Workers(n, axes, mesh=mesh))
+        for mesh in (AbstractMesh(n, axes, axis_types=kinds), True)
     )
     assert plain(abstract.rows) == plain(compiled.rows)
     assert {row.groups[0] for row in abstract.rows} == {(0, 1, 2, 3), (0, 4)}
