@@ -53,6 +53,11 @@ class Instruction(NamedTuple):
         """The arrays of the result, however its tuples are nested."""
         return arrays(self.shape)
 
+    @property
+    def given(self) -> list[str]:
+        """The names of the operands."""
+        return [x.rpartition(" ")[2].removeprefix("%") for x in self.operands]
+
 
 class Program(NamedTuple):
     """A module as `read` found it: its computations in the order of the text."""
@@ -254,8 +259,7 @@ def done(start: int, body: list[Instruction]) -> int | None:
     """
     current = body[start].name
     for position, instruction in enumerate(body):
-        names = [name.rpartition(" ")[2] for name in instruction.operands]
-        if current in [name.removeprefix("%") for name in names]:
+        if current in instruction.given:
             if instruction.opcode.endswith("-done"):
                 return position
             if instruction.opcode.endswith("-update"):

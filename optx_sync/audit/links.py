@@ -85,7 +85,8 @@ def strategy(
         tx: The optimizer, such as `diloco(...)`.
         params: One worker's parameters or their shapes, or a function without arguments
             that returns them. Gradients have the same shapes.
-        workers: The workers, with a mesh: forced CPU devices will do.
+        workers: The workers, with a mesh: forced CPU devices will do, or an
+            `AbstractMesh`, which `collectives` describes.
 
     Returns:
         The rows, with `communication_period` of a center rule as the period; of another

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync import hlo
+from optx_sync.front.step import Step
 
 _KINDS = (
     "all-reduce",
@@ -18,6 +19,8 @@ _KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+# A compiler makes one of several that are alike, where none waits for another.
+_JOINED = ("all-reduce", "all-gather", "reduce-scatter")
 PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
 # Custom calls that only move a pointer, or mark a collective's begin and end.
 _IDLE = (
@@ -71,7 +74,11 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     The rows describe the program that this platform's compiler made. XLA:CPU widens
     half precision reductions to float32, and keeps collectives over one device. Of a
     step whose workers are simulated on one device there are none: pass that of
-    `Workers(..., mesh=True)`, for which CPU devices will do.
+    `Workers(..., mesh=True)`, for which CPU devices will do. The step of `Workers` on a
+    `jax.sharding.AbstractMesh` is not compiled, and needs no device of the mesh: its
+    rows are those that JAX gives to XLA, of which those of one kind, type and group are
+    joined where none waits for another. A compiler may join fewer, and leave out what
+    nothing needs; half precision is not widened.
 
     Args:
         fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
@@ -99,6 +106,8 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].conditional
         ('all-reduce', 12, False)
     """
+    if isinstance(fn, Step) and fn.layout().is_abstract:
+        return _rows_to_be(hlo.read(fn.lower(*args, **kwargs).as_text("hlo")))
     return _rows(hlo.program(fn, *args, **kwargs))
 
 
@@ -115,6 +124,8 @@ def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
         >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
         1
     """
+    if isinstance(fn, Step):
+        fn.layout().check_devices("audit.instructions")
     computations = hlo.program(fn, *args, **kwargs).computations
     counts = Counter(
         instruction.opcode for body in computations.values() for instruction in body
@@ -280,6 +291,50 @@ def _rows(program: hlo.Program) -> list[Collective]:
             )
         )
     return rows
+
+
+def _rows_to_be(program: hlo.Program) -> list[Collective]:
+    """The rows of a program before XLA: calls put in line, and collectives joined."""
+    found: dict[Any, Collective] = {}
+
+    def walk(name: str, rank: int, place: str, scope: Any) -> int:
+        """Collect a computation's rows; its operands wait for `rank` others in turn.
+
+        Returns for how many its results wait. `place` is where it runs, of each call
+        another; `scope`, the branches and loops around it.
+        """
+        branch = tuple(each for each in scope if each[1] is not None)
+        body, ranks = program.computations[name], dict[str, int]()
+        for instruction in body:
+            after = max([rank, *(ranks.get(x, rank) for x in instruction.given)])
+            here, opcode = f"{place}/{instruction.name}", instruction.opcode
+            others = hlo.called(instruction, program)
+            ends = [after]
+            if opcode in ("call", "while", "conditional"):
+                for number, other in enumerate(others):
+                    inside = (here, number if opcode == "conditional" else None)
+                    around = scope if opcode == "call" else (*scope, inside)
+                    ends.append(walk(other, after, here, around))
+            elif kind := _kind(instruction, program):
+                groups = hlo.groups(instruction, program.devices)
+                row = Collective(kind, 0, 0, groups, bool(branch), branch=branch)
+                arrays = hlo.operands(instruction, body)
+                key: Any = here
+                if kind in _JOINED:
+                    inner = [x.opcode for y in others for x in program.computations[y]]
+                    key = row, scope, after, arrays[0].dtype, *inner
+                row = found.get(key, row)
+                found[key] = row._replace(
+                    bytes=row.bytes + sum(array.bytes for array in arrays),
+                    operands=row.operands + len(arrays),
+                )
+                ends.append(after + 1)
+            ranks[instruction.name] = max(ends)
+        return max(ranks.values())
+
+    for name in program.entries:
+        walk(name, 0, "", ())
+    return list(found.values())
 
 
 def _kind(instruction: hlo.Instruction, program: hlo.Program) -> str | None:

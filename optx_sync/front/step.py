@@ -117,6 +117,7 @@ class Step:
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
+        self.layout().check_devices(self.name)
         call, arrays, batches = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
@@ -143,7 +144,12 @@ class Step:
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
         call, arrays, batches = self._take_apart(args, kwargs)
-        return self._program_for(arrays).lower(call, arrays, batches)
+        program = self._program_for(arrays)
+        if not self.layout().is_abstract:
+            return program.lower(call, arrays, batches)
+        platforms = (jax.default_backend(),)  # which no device of the mesh says
+        traced = program.trace(call, arrays, batches)
+        return traced.lower(lowering_platforms=platforms)
 
     def _program_for(self, arrays: Arrays) -> Any:
         on_host = memory.is_on_host(arrays)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -56,7 +57,8 @@ class Workers:
             number and several names, one worker axis lies along all of them.
         mesh: `None` simulates the workers on one device. On a mesh each worker has
             a position along the axis: a `jax.sharding.Mesh`, or `True` for a mesh
-            of the available devices.
+            of the available devices. Of a `jax.sharding.AbstractMesh((1000,),
+            ("workers",))`, which has no devices, `oxs.audit` says what a step sends.
         specs: On a mesh with further axes, how one worker's parameters are sharded
             over these: a tree of `PartitionSpec` like the parameters, or like its
             first levels; with Flax, `nnx.get_partition_spec(nnx.state(model,
@@ -95,7 +97,7 @@ class Workers:
         n: int | Sequence[int],
         axis_name: AxisName,
         *,
-        mesh: Mesh | bool | None = None,
+        mesh: Mesh | AbstractMesh | bool | None = None,
         specs: Tree = None,
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
@@ -115,11 +117,20 @@ class Workers:
             self._check_mesh(mesh)
             _ = self._layout  # checks specs
 
-    def _check_mesh(self, mesh: Mesh) -> None:
+    def _check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
             positions = placing.size_along(mesh, check_axis_name(axis))
             found = placing.Along("Workers are", size, axis, positions)
             refuse(found, placing.ON_A_MESH)
+        abstract = isinstance(mesh, AbstractMesh)
+        if abstract and mesh.size > math.prod(self.sizes):
+            raise ValueError(
+                "An abstract mesh has the workers' axes alone: what the compiler sends "
+                "along others, only a compiled program says. Got the axes "
+                f"{dict(mesh.shape)} for {self.axes}. Leave the others out, or let CPU "
+                "devices stand for all, before the first array: "
+                f"jax.config.update('jax_num_cpu_devices', {mesh.size})."
+            )
         explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
@@ -133,7 +144,7 @@ class Workers:
         return f"Workers({n!r}, {axis!r}, mesh={self._mesh})"
 
     @functools.cached_property
-    def mesh(self) -> Mesh | None:
+    def mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh, or `None` if the workers are simulated.
 
         Example:
@@ -545,6 +556,7 @@ class Workers:
             ...     six.restore(manager)["w"].shape
             (6, 3)
         """
+        self._layout.check_devices("workers.restore")
         source = checkpoints.source(manager, timeout)
         step = source.latest if step is None else step
         started = self._started if like is None else forms.split(like)

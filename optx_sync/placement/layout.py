@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -48,13 +49,27 @@ class Layout(NamedTuple):
 
     sizes: tuple[int, ...]
     axes: tuple[AxisName, ...]  # the outermost first
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     specs: shards.Specs | None = None  # of one worker's parameters, where known
 
     @property
     def number(self) -> int:
         """Of all workers."""
         return math.prod(self.sizes)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh has no devices."""
+        return isinstance(self.mesh, AbstractMesh)
+
+    def check_devices(self, what: str) -> None:
+        """Refuse to compute anything on a mesh without devices."""
+        if self.is_abstract:
+            raise ValueError(
+                f"{what} needs devices, and got {self.mesh}, which has none: such a "
+                "mesh is for workers.expect and oxs.audit.collectives. To run, give "
+                "Workers a jax.sharding.Mesh or mesh=True, or simulate: mesh=None."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,8 +117,9 @@ class Layout(NamedTuple):
 
     def start(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
+        self.check_devices("workers.start")
         places = self.places(form, arrays)
-        if self.mesh is not None:
+        if isinstance(self.mesh, Mesh):
             arrays = [_onto(self.mesh, x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
@@ -131,7 +147,9 @@ class Layout(NamedTuple):
         pairs = zip(found, known, strict=True)
         return [self._place(self.mesh, leaf, spec) for leaf, spec in pairs]
 
-    def _place(self, mesh: Mesh, leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
+    def _place(
+        self, mesh: Mesh | AbstractMesh, leaf: Leaf, spec: PartitionSpec
+    ) -> NamedSharding:
         entries = [*(self.axes[level] for level in self._levels(leaf)), *spec]
         if placing.are_explicit(mesh, self.names):  # in full, and as a step returns it
             entries += [None] * (jnp.ndim(leaf.x) - len(spec))
@@ -178,6 +196,7 @@ class Layout(NamedTuple):
 
         `places`: where they belong, if that is known.
         """
+        self.check_devices("workers.resize")
         tree, numbers = form.bare(arrays), self.numbers(form, arrays)
         check_one_number(numbers, self.sizes)
         one = self.shapes_of_one(form, arrays)
@@ -253,7 +272,9 @@ def _onto(mesh: Mesh, x: Tree) -> jax.Array:
     return on_data(lambda numbers: jax.device_put(numbers, whole), x)
 
 
-def _spec_of(leaf: Leaf, mesh: Mesh, workers: tuple[str, ...]) -> PartitionSpec:
+def _spec_of(
+    leaf: Leaf, mesh: Mesh | AbstractMesh, workers: tuple[str, ...]
+) -> PartitionSpec:
     """How one worker's parameter is sharded over the mesh's other axes."""
     sharding = getattr(leaf.x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:

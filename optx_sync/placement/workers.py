@@ -64,7 +64,7 @@ def map_workers(
     fun: Callable[..., Tree],
     axis_name: AxisName,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     in_axes: Tree = 0,
     out_axes: Tree = 0,
     specs: Tree = None,
@@ -233,7 +233,9 @@ class _Workers(NamedTuple):
         self.check(args, kwargs, None)
         return self._over(self.axes[0])(*args, **kwargs)
 
-    def on_mesh(self, mesh: Mesh, /, *args: Tree, **kwargs: Tree) -> Tree:
+    def on_mesh(
+        self, mesh: Mesh | AbstractMesh, /, *args: Tree, **kwargs: Tree
+    ) -> Tree:
         """All workers, on a mesh."""
         marks = self.check(args, kwargs, size_along(mesh, self.axes))
         leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -450,7 +452,7 @@ def _marks(axes: Tree, tree: Tree, what: str) -> list[Mark]:
     return entries(axes, tree, f"{what} of map_workers", FIT)
 
 
-def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+def are_explicit(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> bool:
     """Whether all of these axes of the mesh are of type `Explicit`."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types[axis] == AxisType.Explicit for axis in axes)
