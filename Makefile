@@ -19,7 +19,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test fuzz mutants lint format bench reproduce table faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -81,6 +81,12 @@ bench: $(VENV)/bench-installed
 
 reproduce: $(VENV)/demo-installed
 	set -e; for script in benchmarks/reproduce_*.py benchmarks/resumed.py; do $(RUN)/python $$script $(QUICK); done
+	$(RUN)/python benchmarks/report.py $(QUICK)
+
+# All methods beside each other: the better part of an hour, and goes on where it was
+# ended; TABLE=--again begins anew.
+table: $(VENV)/demo-installed
+	$(RUN)/python benchmarks/table.py $(QUICK) $(TABLE)
 	$(RUN)/python benchmarks/report.py $(QUICK)
 
 # Kills workers and servers: the better part of an hour; FAULTS=--resume goes on with a table.

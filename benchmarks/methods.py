@@ -153,7 +153,7 @@ def scaled(rate: optax.Schedule, peak: float) -> optax.Schedule:
 
 INNER = {
     "adamw": lambda rate: optax.adamw(rate),
-    "momentum": lambda rate: optax.sgd(scaled(rate, 0.1), 0.9, nesterov=True),
+    "momentum": lambda rate: optax.sgd(scaled(rate, 0.05), 0.9, nesterov=True),
     "muon": lambda rate: optax.contrib.muon(
         scaled(rate, 0.02),
         muon_weight_dimension_numbers=_matrices,
@@ -296,7 +296,7 @@ METHODS = {
     "DiLoCo, a part a step": Method(
         "codes",
         diloco(exchange=fed(BITS4), fragments=PERIOD, delay=1),
-        f"{PERIOD} parts, one in each step, hidden behind the next; 4 bits with feedback",
+        f"{PERIOD} parts, one in each step, hidden; 4 bits with feedback",
         STREAMING,
         hidden=True,
     ),
@@ -385,7 +385,7 @@ METHODS = {
         "robust", diloco(exchange=ex.median()), "of contributions, by coordinate", "-"
     ),
 }
-SWEEP = 1, 2, 5, 10, 50, 100, 250, 500  # and PERIOD, which stands above
+SWEEP = 1, 5, 10, 25, 50, 100, 200, 500  # and PERIOD, which stands above
 METHODS |= {
     f"DiLoCo, H = {period}": Method(
         "period",

@@ -269,13 +269,15 @@ class Report:
         self._found["data"].update(named)
 
     def picture(self, panels: Any, key: str = "", columns: int = 0, **values) -> None:
-        """Write a picture beside the page, and show it there."""
+        """Write a picture, of panels or drawn, beside the page, and show it there."""
         file = f"{self._found['name']}{'_' if key else ''}{key}.png"
         caption = self.words["pictures"][key or "picture"].format(**values)
         with warnings.catch_warnings():
             # The best place for a legend takes a second to find on a busy machine.
             warnings.filterwarnings("ignore", "Creating legend", UserWarning)
-            figure_of(panels, columns).savefig(self.folder / file, dpi=110)
+            drawn = isinstance(panels, Figure)
+            figure = panels if drawn else figure_of(panels, columns)
+            figure.savefig(self.folder / file, dpi=110)
         self._found["pictures"].append([file, caption])
 
     def save(self) -> None:

@@ -8,29 +8,25 @@ The rows of `table.csv` are runs, each with its seed, and its loss on the way.
 """
 
 import csv
-import functools
-import itertools
+import json
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import methods
 import numpy as np
 import optax
-from matplotlib.figure import Figure
+import table_page
 from methods import (
-    AXIS,
     BATCH,
     CONTEXT,
     INNER,
     METHODS,
     PERIOD,
     STEPS,
-    SWEEP,
     WORKERS,
     Method,
     Tree,
@@ -40,27 +36,22 @@ from methods import (
     texts,
     windows_of,
 )
-from report import COLOURS, Report, arguments, folder_of, of_seeds, processes
+from report import arguments, folder_of, processes
 from rich.progress import track
 
 import optx_sync as oxs
 
 EVERY = 50  # steps between evaluations
-FULL = {"steps": STEPS, "seeds": 3}
-SHORT = {"steps": 20, "seeds": 1}
+FULL = {"steps": STEPS, "seeds": 3, "names": tuple(METHODS)}
+SHORT = {"steps": 20, "seeds": 1, "names": ("data parallel", "DiLoCo, H = 5")}
 WELL, SLOW, LOST = "all well", "one slow", "one lost"
 LIES = {"one poisoned": -10.0, "one exploding": 1e3}
-STUDIED = {
-    SLOW: ("data parallel", "backup workers", "EASGD", "local SGD", "DiLoCo")
-    + ("delayed Nesterov", "NoLoCo", "gossip, exponential"),
-    LOST: ("data parallel", "backup workers", "EASGD", "local SGD", "DiLoCo")
-    + ("delayed Nesterov", "NoLoCo", "gossip, exponential"),
-} | dict.fromkeys(
-    LIES,
-    ("data parallel", "median", "trimmed mean", "Krum", "geometric median")
-    + ("clipped to the median", "EASGD", "DiLoCo", "DiLoCo, clipped", "DiLoCo, median")
-    + ("NoLoCo", "gossip, exponential"),
-)
+APART = ("EASGD", "local SGD", "DiLoCo", "delayed Nesterov", "NoLoCo")
+TROUBLED = ("data parallel", "backup workers", *APART, "gossip, exponential")
+RULES = ("median", "trimmed mean", "Krum", "geometric median", "clipped to the median")
+LIED_TO = ("data parallel", *RULES, "EASGD", "DiLoCo", "DiLoCo, clipped")
+LIED_TO += "DiLoCo, median", "NoLoCo", "gossip, exponential"
+STUDIED = dict.fromkeys((SLOW, LOST), TROUBLED) | dict.fromkeys(LIES, LIED_TO)
 SLOWNESS = 3  # a slow worker's step takes so many of the others'
 SECOND = "second task"  # after a whole run, a quarter of its steps of data parallel
 AFTER = ("data parallel", "DiLoCo", "DiLoCo, H = 100")
@@ -154,7 +145,7 @@ def arrivals(job: Job, seed: int) -> np.ndarray:
     seconds = rng.lognormal(0, 0.1, (WORKERS, job.steps))
     seconds[-1] *= SLOWNESS if job.condition == SLOW else 1
     ends = seconds.cumsum(1)
-    worker, step = np.indices(ends.shape)
+    worker, _ = np.indices(ends.shape)
     counts = ends <= job.steps  # as long as the others need in the mean
     if job.condition == LOST:
         counts[-1] &= (ends[-1] < job.steps / 3) | (ends[-1] > job.steps * 2 / 3)
@@ -171,7 +162,7 @@ def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
     codes = jnp.asarray(texts()["train"])
     validation = jnp.asarray(texts()["validation"])
     inner = INNER[method.inner](rate_of(job.steps))
-    every = max(1, len(order) * EVERY // job.steps)
+    every = max(1, len(order) * min(EVERY, job.steps) // job.steps)
 
     def grad_fn(worker, params, event):
         key = jax.random.fold_in(jax.random.key(seed), event)
@@ -248,12 +239,12 @@ COLUMNS = ("method", "condition", "seed", "steps", "test loss", SECOND)
 CURVE = "validation losses"
 
 
-def jobs(steps: int, seeds: int) -> list[Job]:
+def jobs(steps: int, seeds: int, names: Container[str]) -> list[Job]:
     """All programs, those of the table first."""
-    well = [Job(name, WELL, steps, seeds) for name in METHODS]
+    well = [Job(name, WELL, steps, seeds) for name in METHODS if name in names]
     troubled = []
-    for condition, names in STUDIED.items():
-        for name in names:
+    for condition, studied in STUDIED.items():
+        for name in filter(names.__contains__, studied):
             # Who waits for a slow worker makes fewer steps in the same time.
             waits = condition == SLOW and not METHODS[name].arrives
             made = steps // SLOWNESS if waits else steps
@@ -262,11 +253,11 @@ def jobs(steps: int, seeds: int) -> list[Job]:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The runs of a file, none if it is not there."""
+    """The runs of a file, none if it is not there; of methods that there are."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [row for row in csv.DictReader(file) if row["method"] in METHODS]
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -292,63 +283,29 @@ def make(path: Path, todo: list[Job], quick: bool) -> None:
     known = read(path)
     have = {(row["method"], row["condition"]) for row in known}
     todo = [job for job in todo if (job.method, job.condition) not in have]
-    if quick:
-        found = map(run, todo)
-        for rows in track(found, "Training", total=len(todo)):
-            write(path, known := known + rows)
-        return
-    with processes(quick) as pool:
+    with processes(quick) or ThreadPoolExecutor(1) as pool:
         found = pool.map(run, todo)
         for rows in track(found, "Training", total=len(todo)):
             write(path, known := known + rows)
 
 
-class Traffic(NamedTuple):
-    """What a worker sends in a step, in the mean."""
-
-    bytes: float  # for each parameter of four bytes, on a ring
-    messages: float  # one after another
-
-
-def traffic(name: str, steps: int) -> Traffic:
-    """Read from the compiled program of the method's optimizer."""
-    method = METHODS[name]
-    if method.arrives == "center":  # a contribution up, the center down
-        return Traffic(8 / PERIOD, 2 / PERIOD)
-    sizes, names = tuple(method.axes.values()), tuple(method.axes)
-    workers = oxs.Workers(sizes, names, mesh=True)
-    inner = INNER[method.inner](rate_of(steps))
-    # The same model, wider: small matrices fill blocks and chunks up with zeros.
-    large = jax.eval_shape(lambda: initial(0, 16 * methods.WIDTH))
-    rounds = 1.0
-    if method.period is None:
-        tx = method.wrap(inner)
-    else:
-        due = jax.jit(method.period(steps))
-        rounds = sum(oxs.by_hand.due(due, step) for step in range(steps)) / steps
-        tx = oxs.local_sgd(inner, AXIS, communication_period=1)
-    with warnings.catch_warnings():
-        # Of threads, which are for programs that run.
-        warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)
-        found = oxs.audit.strategy(tx, large, workers)
-    near = {"near": WORKERS // sizes[0]}  # chips of a pod
-    ways = {"gbits": 8e-9}, {"gbits": 1e30, "latency": 1.0}
-    sent, messages = (
-        oxs.audit.time(found, step_seconds=1.0, **way, **near).sent / found.period
-        for way in ways
-    )
-    parameters = sum(map(jnp.size, jax.tree.leaves(large)))
-    return Traffic(rounds * sent / parameters, rounds * messages)
+def hours_of(path: Path) -> float:
+    """What earlier runs took, if a page was written of them."""
+    return json.loads(path.read_text())["data"]["hours"] if path.exists() else 0.0
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", WORKERS)  # to compile for, not to run on
     parser = arguments(__doc__)
     parser.add_argument("--again", action="store_true", help="forget earlier runs")
     options = parser.parse_args()
-    folder = folder_of(options)
+    folder, settings = folder_of(options), SHORT if options.quick else FULL
     folder.mkdir(parents=True, exist_ok=True)
-    settings = SHORT if options.quick else FULL
     path = folder / "table.csv"
     if options.again:
         path.unlink(missing_ok=True)
+    before = hours_of(folder / "table.json") if path.exists() else 0.0
+    start = time.perf_counter()
     make(path, jobs(**settings), options.quick)
+    hours = before + (time.perf_counter() - start) / 3600
+    table_page.pages(options, read(path), settings["steps"], hours)

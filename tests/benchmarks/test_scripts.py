@@ -8,10 +8,13 @@ from tests import scripts
 from tests.benchmarks.reading import BENCHMARKS
 
 # What each script writes, where it is not a page of its own name.
-PAGES = {"bench_steps": ("bench_dense", "bench_sparse")}
+PAGES = {
+    "bench_steps": ("bench_dense", "bench_sparse"),
+    "table": ("table", "which_numbers"),
+}
 SCRIPTS = sorted(
     path.stem
-    for kind in ("bench_*", "reproduce_*", "resumed")
+    for kind in ("bench_*", "reproduce_*", "resumed", "table")
     for path in BENCHMARKS.glob(f"{kind}.py")
 )
 
