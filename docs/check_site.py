@@ -4,18 +4,23 @@
     pip install playwright        # its own browsers are not needed
     python docs/check_site.py site --browser /usr/bin/chromium
 
-Pages are opened from the disk, as wide as a laptop's window and as a phone's, light and
-dark; every diff is copied, and what hooks.py says of searches is tried. No test: it
-wants a browser, and two minutes.
+Pages are opened from the disk, as wide as the window of a laptop and of a phone, light
+and dark; every diff is copied, what hooks.py says of searches is tried, and the table
+of all methods is sorted and filtered. No test: it wants a browser, and two minutes.
 """
 
 import argparse
 import collections
+import math
+import re
+import statistics
 import sys
 from pathlib import Path
 
 from hooks import SEARCHES
 from playwright.sync_api import sync_playwright
+
+import optx_sync as oxs
 
 WIDTHS = 1280, 420
 FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
@@ -53,6 +58,15 @@ LOOK = r"""() => {
       found.push(["image without a white card", name]);
   }
   return found;
+}"""
+
+# What the table of all methods is asked, and the rows that it shows then.
+LINK = {"gbits": 1, "latency": 80, "billions": 7, "seconds": 10}
+READ = """(table) => {
+  const [head, ...rows] = [...table.rows].map((row) => [...row.cells]);
+  const says = (cell) => cell.dataset.value ?? cell.textContent.trim();
+  return rows.filter(([cell]) => cell.checkVisibility()).map((row) =>
+    Object.fromEntries(row.map((cell, at) => [says(head[at]), says(cell)])));
 }"""
 
 
@@ -128,6 +142,69 @@ def copy(browser, site):
     print(f"{seen} diffs copied")
 
 
+def methods(browser, site):
+    """Findings of the table of all methods: its orders, its shares, its filters."""
+    path = site / "measured" / "table.html"
+    if not path.exists():
+        return
+    page, plain = browser.new_page(), browser.new_page(java_script_enabled=False)
+    page.goto(path.as_uri())
+    plain.goto(path.as_uri())
+    rows = plain.locator("article table").first.evaluate(READ)
+    if not page.locator("[data-sorts]").count():
+        yield "measured/table.html", "no table sorts", f"columns: {', '.join(rows[0])}"
+        return
+
+    def shown(column="method"):
+        return [row[column] for row in page.locator("[data-sorts]").evaluate(READ)]
+
+    def check(what, seen, wanted):
+        if seen != wanted:
+            yield "measured/table.html", what, f"{seen}, not {wanted}"
+
+    def number(text):
+        found = re.match(r"[-+]?\d[\d.]*", text)
+        return float(found[0]) if found else math.nan
+
+    def share(row):
+        bytes_sent = round(number(row["bytes"]) * LINK["billions"] * 1e9)
+        hides = row["hidden"] == "yes"
+        sent = oxs.audit.Collective("send", bytes_sent, 1, ((0, 1),), False, hides)
+        seconds = number(row["messages"]) * LINK["latency"] / 1e3
+        link = {"gbits": LINK["gbits"], "latency": seconds, "overlap": 1.0}
+        found = oxs.audit.time([sent], step_seconds=LINK["seconds"], **link)
+        return 100 * found.utilisation
+
+    yield from check("order", shown(), [row["method"] for row in rows])
+    for name, times in (("test loss", 1), ("over data parallel", 1), ("bytes", 2)):
+        button = page.locator("[data-sorts] th").get_by_role("button", name=name)
+        for _ in range(times):
+            button.press("Enter")
+        known = sorted((number(row[name]) for row in rows), reverse=times == 2)
+        known = [one for one in known if not math.isnan(one)]
+        seen = [number(text) for text in shown(name)]
+        yield from check(f"sorted by {name}", seen[: len(known)], known)
+        order = page.locator("[aria-sort]").get_attribute("aria-sort")
+        yield from check("aria-sort", order, ("ascending", "descending")[times - 1])
+
+    for name, value in LINK.items():
+        page.locator(f"form.link [name={name}]").fill(str(value))
+    known = {r["method"]: share(r) for r in rows if not math.isnan(number(r["bytes"]))}
+    for name, seen in zip(shown(), shown("computes"), strict=True):
+        if not math.isclose(float(seen), known.get(name, math.nan), rel_tol=1e-6):
+            yield from check(f"{name} computes", seen, known.get(name, "NaN"))
+    least = statistics.fmean(known.values())
+    page.locator("form.link [name=least]").fill(str(least))
+    page.locator("form.link [name=words]").fill("CODES diloco")
+    wanted = [row["method"] for row in rows if row["kind"] == "codes"]
+    wanted = [name for name in wanted if "diloco" in name.lower()]
+    wanted = {name for name in wanted if known.get(name, least) >= least}
+    yield from check("filter", set(shown()), wanted)
+    said = page.locator("form.link output").text_content()
+    yield from check("count", said, f"{len(shown())} of {len(rows)} methods are shown.")
+    print(f"table of all methods: {said}")
+
+
 def main():
     """Look, and print what was found."""
     parser = argparse.ArgumentParser(description="Look at every page in a browser.")
@@ -145,7 +222,7 @@ def main():
                 kinds = collections.Counter(what for _, what, _ in some)
                 print(f"{width} pixels, {scheme}: {dict(kinds) or 'nothing found'}")
                 found += some
-        found += [*copy(browser, site), *search(browser, site)]
+        found += [*copy(browser, site), *search(browser, site), *methods(browser, site)]
     for finding, times in collections.Counter(found).items():
         print(*finding, f"({times})" * (times > 1), sep="  ")
     sys.exit(bool(found))
