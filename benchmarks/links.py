@@ -7,7 +7,6 @@ Each process of a `jax.distributed` run has a network namespace of its own, and 
 limits what leaves it. Needs root and iproute2; without them it says so, and ends.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -36,6 +35,7 @@ NAMES, ADDRESS, PORT = "oxs-links-{}", "10.99.0.{}", 9911
 COUNTS = 2, 4  # processes
 RATES = 10, 50, 100, 1_000, 10_000  # Mbit/s
 WIDTH, BATCH = 640, 640  # of the network's two layers; images
+NOLOCO = "noloco, H = 10"  # of two, the one partner is everybody
 ALONE = ", alone"  # the same program of one worker, which nobody else is in
 SECONDS, PERIODS = 4.0, (3, 40)  # of a point, at least; its periods
 BARE = {"one number": [1], "six arrays of a number": [1] * 6, "4 MB": [1_000_000]}
@@ -68,6 +68,7 @@ def methods() -> dict[str, Method]:
         "H = 10, 4 bits": diloco(10, exchange=codes),
         "H = 10, two parts, a step later": diloco(10, **parts),
         "H = 10, shard_center": diloco(10, shard_center=True),
+        NOLOCO: Method(oxs.noloco(inner, AXIS, communication_period=10), 10),
     }
 
 
@@ -113,7 +114,7 @@ def training(name: str, mesh: jax.sharding.Mesh) -> Callable[[], list[float]]:
     place = NamedSharding(mesh, PartitionSpec(AXIS))
     batch = [
         jax.make_array_from_process_local_data(place, part[rows])
-        for part in (np.float32(images / 16), labels)
+        for part in (np.asarray(images / 16, np.float32), labels)
     ]
 
     def run() -> list[float]:
@@ -162,7 +163,9 @@ def make_way() -> None:
     def in_kernel(thread: Path) -> int:
         return int((thread / "stat").read_text().rpartition(")")[2].split()[12])
 
-    others = [x for x in Path("/proc/self/task").iterdir() if x.name != str(os.getpid())]
+    others = [
+        x for x in Path("/proc/self/task").iterdir() if x.name != str(os.getpid())
+    ]
     spins = int(max(others, key=in_kernel).name)
     os.sched_setscheduler(spins, os.SCHED_IDLE, os.sched_param(0))
 
@@ -318,16 +321,16 @@ class Hosts:
             shutil.rmtree(folder)
 
 
-
 def wanted(quick: bool) -> Iterator[tuple[int, int, str]]:
     """What is measured: how many processes, Mbit/s, and what runs."""
     if quick:
-        few = "4 MB", "no exchange", "cross_shard", "diloco, H = 10"
-        yield from ((2, rate, name) for rate in (100, 1_000) for name in few)
+        few = *BARE, "no exchange", "cross_shard", "diloco, H = 10"
+        yield from ((2, rate, name) for rate in (100, RATES[-1]) for name in few)
         yield 2, RATES[-1], "diloco, H = 10" + ALONE
         return
     for count in COUNTS:
-        names = [*BARE, *(x for x in methods() if count == 2 or "200" not in x)]
+        left = NOLOCO if count == 2 else "diloco, H = 200"
+        names = [*BARE, *(name for name in methods() if name != left)]
         yield from ((count, rate, name) for rate in RATES for name in names)
         if count == 2:  # what needs no link
             yield from (
@@ -392,10 +395,15 @@ def main() -> None:
     if wants := missing():
         print(f"Links cannot be made slow here: that needs {wants}. Nothing is done.")
         return
+    # The programs are compiled here for as many CPU devices.
+    jax.config.update("jax_num_cpu_devices", max(COUNTS))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the contexts end too
     folder = report.folder_of(options)
     folder.mkdir(parents=True, exist_ok=True)
-    measured(folder / "links.jsonl", options.quick)
+    points = measured(folder / "links.jsonl", options.quick)
+    import links_page
+
+    links_page.write(report.Report("links", options), points)
 
 
 if __name__ == "__main__":

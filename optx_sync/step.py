@@ -27,6 +27,7 @@ class _Direct(NamedTuple):
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
     moved: Callable[[Any, Tree, Tree], Any] | None
+    parts: int  # that meet in turns, each so many steps after the one before
 
 
 def direct_transformation(
@@ -35,6 +36,7 @@ def direct_transformation(
     apply: Callable[..., tuple[Tree, Any]],
     communication_period: Period | None = None,
     moved: Callable[[Any, Tree, Tree], Any] | None = None,
+    parts: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transformation that can also return the new parameters.
 
@@ -52,9 +54,12 @@ def direct_transformation(
         communication_period: For `due`.
         moved: `(state, before, after) -> state`, the state after another wrapper has
             moved the parameters; `None` if the state does not depend on them.
+        parts: How many parts meet in turns, for `cycle_of`.
     """
     step: Any = _explained(init, update)
-    step.direct = _Direct(step, _explained(init, apply), communication_period, moved)
+    step.direct = _Direct(
+        step, _explained(init, apply), communication_period, moved, parts
+    )
     return optax.GradientTransformationExtraArgs(init, step)
 
 
@@ -70,6 +75,12 @@ def period_of(tx: Any) -> Period | None:
     """The `communication_period` of a center rule, `None` of another transformation."""
     found = _direct(tx)
     return found and found.communication_period
+
+
+def cycle_of(tx: Any) -> Period | None:
+    """The steps after which all parts have met, once each; as `period_of`."""
+    found, period = _direct(tx), period_of(tx)
+    return period * found.parts if found and isinstance(period, int) else period
 
 
 def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:

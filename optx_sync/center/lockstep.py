@@ -191,6 +191,7 @@ def center_variable(
         lockstep.apply,
         between,
         lockstep.moved,
+        parts or 1,
     )
 
 
