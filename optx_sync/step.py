@@ -27,7 +27,7 @@ class _Direct(NamedTuple):
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
     moved: Callable[[Any, Tree, Tree], Any] | None
-    parts: int
+    parts: int  # that meet in turns, each so many steps after the one before
 
 
 def direct_transformation(
@@ -54,11 +54,12 @@ def direct_transformation(
         communication_period: For `due`.
         moved: `(state, before, after) -> state`, the state after another wrapper has
             moved the parameters; `None` if the state does not depend on them.
-        parts: The number of parts, of which one meets every `communication_period`.
+        parts: How many parts meet in turns, for `cycle_of`.
     """
     step: Any = _explained(init, update)
-    apply = _explained(init, apply)
-    step.direct = _Direct(step, apply, communication_period, moved, parts)
+    step.direct = _Direct(
+        step, _explained(init, apply), communication_period, moved, parts
+    )
     return optax.GradientTransformationExtraArgs(init, step)
 
 
@@ -70,16 +71,11 @@ def _direct(tx: Any) -> _Direct | None:
     return found if isinstance(found, _Direct) and found.update is update else None
 
 
-def period_of(tx: Any) -> Period | None:
-    """The `communication_period` of a center rule, `None` of another transformation."""
+def cycle_of(tx: Any) -> Period | None:
+    """The steps in which all parts of a center rule meet once; `None` of others."""
     found = _direct(tx)
-    return found and found.communication_period
-
-
-def parts_of(tx: Any) -> int:
-    """The number of parts that meet in turn, 1 of what has no parts."""
-    found = _direct(tx)
-    return found.parts if found else 1
+    period = found and found.communication_period
+    return period * found.parts if found and isinstance(period, int) else period
 
 
 def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:

@@ -93,7 +93,7 @@ def test_workers_without_devices_have_a_strategy_and_a_time():
     found = audit.strategy(local, params, WORKERS64)
     assert [(row.bytes, len(row.groups[0])) for row in found.rows] == [(4 * 10**6, 64)]
     cost = audit.time(found, **link)
-    assert cost.sent == pytest.approx(0.08 + 2 * 63 / 64 * 0.032)
+    assert cost.sent == pytest.approx(126 * (0.08 + 0.032 / 64))
     noloco = oxs.noloco(SGD, "workers")
     cost = audit.time(noloco, params=params, workers=WORKERS64, **link)
     assert cost.sent == pytest.approx(0.08 + 0.032)

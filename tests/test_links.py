@@ -24,23 +24,23 @@ def once(*rows, gbits=1.0, step_seconds=10.0, **more):
 
 
 @pytest.mark.parametrize(
-    ("kind", "groups", "seconds"),
+    ("kind", "groups", "seconds", "messages"),
     [
-        ("all-reduce", FOUR, 1.5),
-        ("all-reduce", ((0, 1), (2, 3)), 1.0),
-        ("reduce-scatter", FOUR, 0.75),
-        ("all-to-all", FOUR, 0.75),
-        ("ragged-all-to-all", FOUR, 0.75),
-        ("all-gather", FOUR, 3.0),
-        ("collective-broadcast", FOUR, 1.0),
-        ("collective-permute", PAIRS, 1.0),
-        ("send", (), 1.0),
+        ("all-reduce", FOUR, 1.5, 6),
+        ("all-reduce", ((0, 1), (2, 3)), 1.0, 2),
+        ("reduce-scatter", FOUR, 0.75, 3),
+        ("all-to-all", FOUR, 0.75, 3),
+        ("ragged-all-to-all", FOUR, 0.75, 3),
+        ("all-gather", FOUR, 3.0, 3),
+        ("collective-broadcast", FOUR, 1.0, 1),
+        ("collective-permute", PAIRS, 1.0, 1),
+        ("send", (), 1.0, 1),
     ],
 )
-def test_each_kind_takes_what_a_ring_sends(kind, groups, seconds):
-    found = once(row(kind, groups=groups), latency=0.25)
+def test_each_kind_takes_what_a_ring_sends(kind, groups, seconds, messages):
+    found, late = once(row(kind, groups=groups), latency=0.25), 0.25 * messages
     assert found == pytest.approx(
-        (seconds + 0.25, seconds + 0.25, 10 / (10.25 + seconds))
+        (seconds + late, seconds + late, 10 / (10 + late + seconds))
     )
     assert once(row(kind, groups=groups), gbits=4.0).sent == pytest.approx(seconds / 4)
 
@@ -70,6 +70,15 @@ def test_conditionals_and_programs_that_meet_count_once_in_a_period():
     # Each step hides its own, not those of others.
     late = row(overlapped=True, bytes=10 * GBIT)
     assert once(late, period=5).exposed == pytest.approx(5 * 5.0)
+
+
+def test_a_round_computes_once_in_a_period():
+    meets = row(conditional=True)
+    coded = Strategy([meets], period=5, round_seconds=4.0)
+    found = audit.time(coded, gbits=1, step_seconds=10)
+    assert found == (1.5, 1.5, 50 / (50 + 1.5 + 4))
+    plan = audit.plan({"coded": coded}, gbits=[1], step_seconds=10)
+    assert plan.utilisation["coded"] == (found.utilisation,)
 
 
 def test_branches_that_exclude_each_other_count_by_their_mean():
@@ -113,19 +122,6 @@ def test_a_meeting_with_one_partner_is_quicker_than_one_with_all(tx, seconds):
     step = workers.step(lambda p, s: oxs.apply_gradients(tx, p, s, p), state=2)
     cost = once(*audit.collectives(step, *workers.expect(begin)))
     assert cost.sent == pytest.approx(seconds, rel=1e-3)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("fragments", [2, oxs.rules.strided(4)], ids=["2", "strided"])
-def test_in_a_period_parts_send_what_is_sent_at_once(fragments, delay):
-    given = {"communication_period": 4, "fragments": fragments, "delay": delay}
-    found = audit.strategy(
-        oxs.local_sgd(optax.sgd(0.1), "workers", **given),
-        jnp.zeros(1000),
-        oxs.Workers(8, "workers", mesh=True),
-    )
-    sent = audit.time(found, gbits=8e-9, step_seconds=1.0).sent
-    assert (found.period, sent) == (4, pytest.approx(1.75 * 4000))
 
 
 @pytest.mark.parametrize(
@@ -178,10 +174,11 @@ once(row(), step_seconds=math.nan)  # ValueError: step_seconds must be
 once(row(), period=0)  # ValueError: period must be
 once(row(), near=-1)  # ValueError: near must be
 once(row(), latency=-1e-3)  # ValueError: latency must be a number in
+audit.time(Strategy([], round_seconds=-1.0), gbits=1, step_seconds=1.0)  # ValueError: round_seconds must be
 once(row(), overlap=1.5)  # ValueError: overlap must be .*\[0, 1\]
 once(row(groups=()))  # ValueError: does not say between which devices
 audit.plan({}, gbits=[1], step_seconds=1.0, goal=1.0)  # ValueError: goal must be
-""")
+""")  # noqa: E501
 
 
 def test_a_plan_compiles_optimizers():
@@ -205,8 +202,26 @@ def test_a_plan_compiles_optimizers():
     assert cost.sent == pytest.approx(0.14)
 
 
-def by_period(period):
-    return oxs.local_sgd(optax.sgd(1.0), "workers", communication_period=period)
+def by_period(period, **options):
+    return oxs.local_sgd(
+        optax.sgd(1.0), "workers", communication_period=period, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"fragments": 2},
+        {"fragments": oxs.rules.strided(2), "delay": 1},
+        {"fragments": 6, "delay": 1},
+    ],
+    ids=["in turns", "strided", "one a step"],
+)
+def test_parts_send_in_a_period_what_the_whole_sends(parts):
+    asked: dict = {"gbits": 0.1, "step_seconds": 1.0, "params": [jnp.zeros(30_000)] * 6}
+    asked["workers"] = oxs.Workers(8, "workers", mesh=True)
+    whole = audit.time(by_period(6), **asked)
+    assert audit.time(by_period(6, **parts), **asked) == pytest.approx(whole)
 
 
 SIMULATED, PARAMS = oxs.Workers(8, "workers"), jnp.zeros(3)

@@ -11,19 +11,20 @@ from optx_sync.audit.programs import PAIRS, Collective, collectives, in_columns,
 from optx_sync.checks import interval
 from optx_sync.forms import is_function
 from optx_sync.front.workers import Workers
-from optx_sync.step import apply_gradients, parts_of, period_of
+from optx_sync.step import apply_gradients, cycle_of
 from optx_sync.trees import Tree
 
-# Bytes that one of n devices sends along a ring, for each byte of its operand.
-_ON_A_RING: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-    "all-gather": lambda n: n - 1,
-    "collective-broadcast": lambda n: 1,
-    "collective-permute": lambda n: 1,
-    "send": lambda n: 1,
+# Messages that one of n devices sends along a ring, one after the other, and which part
+# of its operand each is.
+_ON_A_RING: dict[str, Callable[[int], tuple[int, float]]] = {
+    "all-reduce": lambda n: (2 * (n - 1), 1 / n),
+    "reduce-scatter": lambda n: (n - 1, 1 / n),
+    "all-to-all": lambda n: (n - 1, 1 / n),
+    "ragged-all-to-all": lambda n: (n - 1, 1 / n),
+    "all-gather": lambda n: (n - 1, 1),
+    "collective-broadcast": lambda n: (1, 1),
+    "collective-permute": lambda n: (1, 1),
+    "send": lambda n: (1, 1),
 }
 
 
@@ -32,7 +33,7 @@ class Cost(NamedTuple):
 
     sent: float  # on the links, overlapped with computation or not
     exposed: float  # of these, the seconds in which the device waits
-    utilisation: float  # the share of all seconds in which the device computes
+    utilisation: float  # the share of all seconds in which the device computes steps
 
 
 class Strategy(NamedTuple):
@@ -45,12 +46,15 @@ class Strategy(NamedTuple):
             all steps, and its conditionals are taken once in a period.
         overlap: The share of a step's computation that its overlapped collectives can
             hide behind.
+        round_seconds: Seconds that a period computes beside its steps: codes, the outer
+            optimizer.
     """
 
     rows: Sequence[Collective]
     period: int = 1
     quiet: Sequence[Collective] | None = None
     overlap: float = 1.0
+    round_seconds: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -111,7 +115,7 @@ def strategy(
             "workers that are simulated on one device send nothing. Pass those of a "
             "mesh, oxs.Workers(n, axis, mesh=True): CPU devices will do."
         )
-    period = period_of(tx)
+    period = cycle_of(tx)
     if callable(period):
         raise ValueError(
             "the communication_period of tx is a schedule, which has no one length. "
@@ -127,8 +131,7 @@ def strategy(
 
     compiled = workers.step(step, state=2)
     rows = collectives(compiled, *workers.expect(begin))
-    # Every `period` steps one of the parts meets: each once in a period of all.
-    return Strategy(rows, 1 if period is None else period * parts_of(tx))
+    return Strategy(rows, 1 if period is None else period)
 
 
 def time(
@@ -146,31 +149,33 @@ def time(
 ) -> Cost:
     r"""Estimate the seconds that a program's collectives take on given links.
 
-    A collective of b bytes among n devices takes latency + 8 f(n) b / (gbits 1e9)
-    seconds, with f(n) what a ring sends of each byte: 2 (n - 1) / n of an all-reduce,
-    (n - 1) / n of a reduce-scatter and of an all-to-all, n - 1 of an all-gather, whose
-    operand is one device's share, and 1 of a permutation or a send. In each step
-    overlapped collectives (`Collective.overlapped`) hide behind `overlap *
-    step_seconds` at most; the device waits for others, and for those in conditionals.
-    Of branches that exclude each other, as the pairings of `gossip`, the mean counts
-    (`Collective.branch`). Over the H = `period` steps of a period, of T =
-    `step_seconds` each:
+    A collective of b bytes among n devices is m messages along a ring, one after the
+    other, of p b bytes each, and takes m (latency + 8 p b / (gbits 1e9)) seconds. An
+    all-reduce has m = 2 (n - 1), a reduce-scatter and an all-to-all n - 1, with p
+    = 1 / n; an all-gather, whose operand is one device's share, n - 1 with p = 1; a
+    permutation or a send is one message. In each step overlapped collectives
+    (`Collective.overlapped`) hide behind `overlap * step_seconds` at most; the device
+    waits for others, and for those in conditionals. Of branches that exclude each
+    other, as the pairings of `gossip`, the mean counts (`Collective.branch`). Over the
+    H = `period` steps of a period, of T = `step_seconds` each, and its
+    R = `Strategy.round_seconds`:
 
     .. math::
 
-        \text{utilisation} = \frac{H T}{H T + \text{exposed}}
+        \text{utilisation} = \frac{H T}{H T + R + \text{exposed}}
 
-    These are bounds for simple links, not measurements: they leave out shared links,
-    trees in place of rings, and kernels that wait for memory.
+    A step takes T / utilisation seconds in the mean. That is for simple links: shared
+    links, trees in place of rings, and kernels that wait for memory are left out.
 
     Args:
         rows: What `collectives` found, or `Collective`s of a planned program. With
             `quiet`, those of the step that meets. Or a `Strategy`; or an optimizer,
             with `params` and `workers`, which `strategy` compiles.
-        gbits: Gbit/s that one device can send: on a host of 8 devices, those of the
-            host's link divided by 8.
+        gbits: Gbit/s of arrays that one device can send: TCP's headers leave 0.95 of
+            a link. On a host of 8 devices, those of the host's link divided by 8.
         step_seconds: Seconds that a step computes.
-        latency: Seconds that each collective takes beside its bytes.
+        latency: Seconds that each message takes beside its bytes: of an all-reduce of
+            one number the 2 (n - 1)-th part.
         period: H. Rows in conditionals count once in it. By default that of the
             strategy or of the optimizer, and 1 of rows.
         quiet: The rows of the steps that do not meet, where these have a program of
@@ -188,7 +193,7 @@ def time(
 
     Raises:
         ValueError: A number is out of its range, or a row does not say between which
-            devices it is (then `near` and f(n) are not known).
+            devices it is (then `near` and n are not known).
         TypeError: `rows` is none of these, or `params` and `workers` are missing.
 
     Example:
@@ -208,7 +213,7 @@ def time(
     quiet = given.quiet if quiet is None else quiet
     interval("(0, inf)", gbits=gbits, step_seconds=step_seconds)
     interval("(0, inf)", period=period, near=near)
-    interval("[0, inf)", latency=latency)
+    interval("[0, inf)", latency=latency, round_seconds=given.round_seconds)
     interval("[0, 1]", overlap=overlap)
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
@@ -219,8 +224,10 @@ def time(
         for row, share in zip(those, shares(those), strict=True):
             if not _is_far(row, near):
                 continue
-            around = _ON_A_RING[row.kind](max(map(len, row.groups), default=1))
-            seconds = share * (latency + 8e-9 * (around * row.bytes) / gbits)
+            devices = max(map(len, row.groups), default=1)
+            messages, part = _ON_A_RING[row.kind](devices)
+            each = latency + 8e-9 * (part * row.bytes) / gbits
+            seconds = share * messages * each
             if row.overlapped and not row.conditional:
                 hidden += seconds
             else:
@@ -228,7 +235,8 @@ def time(
         sent += count * (hidden + waited)
         exposed += count * (waited + max(0.0, hidden - overlap * step_seconds))
     computing = period * step_seconds
-    return Cost(sent, exposed, computing / (computing + exposed))
+    in_all = computing + given.round_seconds + exposed
+    return Cost(sent, exposed, computing / in_all)
 
 
 def plan(
@@ -249,7 +257,7 @@ def plan(
             optimizer, with `params` and `workers`, which `strategy` compiles.
         gbits: The bandwidths, each as `time` takes it.
         step_seconds: As `time` takes it, and so are `latency` and `near`.
-        latency: Seconds that each collective takes beside its bytes.
+        latency: Seconds that each message takes beside its bytes.
         near: Devices of one host.
         goal: The utilisation for which the bandwidth is looked for.
         params: Of all optimizers, as `strategy` takes them.

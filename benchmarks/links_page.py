@@ -1,0 +1,252 @@
+"""The page of `links.py`: measured seconds beside `audit.time`, before and after."""
+
+import csv
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from links import ALONE, AXIS, COUNTS, begin, methods
+from report import Line, Panel, Report
+
+import optx_sync as oxs
+from optx_sync.audit import Collective, Strategy
+from optx_sync.audit.programs import shares
+
+FITTED = 100, 10_000  # Mbit/s of the bare sums among two that terms are read off
+PUBLISHED = Path(__file__).with_name("links_published.csv")
+# Of that run: float32 of its parameters, in so many arrays, each a sum of its own.
+NUMBERS, ARRAYS, NODES = 30_846_720, 57, ((0, 1, 2, 3),)
+# Its own curve without a limit: Gbit/s along the ring with 1 MiB, and with 64 MiB.
+CURVE = 2**20, 8.509, 14.88
+Point = Mapping[str, Any]
+
+
+class Terms(NamedTuple):
+    """What is read off sums of bare arrays, and off steps that send nothing."""
+
+    latency: float  # seconds of a message
+    carried: float  # the share of a link's bits that are those of arrays
+    most: float  # Gbit/s that two processes reach, however fast the link
+    step: Mapping[int, float]  # seconds of a step of so many processes
+    round: Mapping[str, float]  # seconds that a round computes, of two processes
+
+
+def strategies(count: int) -> dict[str, Strategy]:
+    """What each method sends, as `audit` finds it in its compiled program."""
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices)
+    workers = oxs.Workers(count, AXIS, mesh=mesh)
+    return {
+        name: oxs.audit.strategy(method.tx, begin, workers)
+        for name, method in methods().items()
+        if method.tx is not methods()["no exchange"].tx
+    }
+
+
+def read_off(points: Sequence[Point]) -> Terms:
+    """The terms: no step that sends anything has a part in them."""
+
+    def of(name: str, rates: Sequence[int] = FITTED, count: int = 2) -> list[float]:
+        each = {(x["processes"], x["mbits"], x["name"]): x["seconds"] for x in points}
+        return [
+            each[count, rate, name] for rate in rates if (count, rate, name) in each
+        ]
+
+    latency = float(np.mean(of("one number") or [0.0])) / 2
+    slow, fast = (8e-9 * 4e6 / (seconds - 2 * latency) for seconds in of("4 MB"))
+    counts = {x["processes"] for x in points}
+    rates = sorted({x["mbits"] for x in points})
+    alone = {
+        x["name"].removesuffix(ALONE): x["steps"] * (x["seconds"] - x["quiet"])
+        for x in points
+        if x["name"].endswith(ALONE)
+    }
+    rounds = {
+        name: alone.get(name, alone["diloco, H = 10"] if name != "cross_shard" else 0.0)
+        for name in methods()
+    }
+    steps = {
+        count: float(np.median(of("no exchange", rates, count))) for count in counts
+    }
+    return Terms(latency, slow / (FITTED[0] / 1e3), fast, steps, rounds)
+
+
+def said(one: Strategy, mbits: float, name: str, count: int, terms: Terms) -> Any:
+    """Seconds of a step by `audit.time`: of the link alone, and with the terms."""
+    step = terms.step[count]
+    alone = oxs.audit.time(one, gbits=mbits / 1e3, step_seconds=step)
+    # What a step takes longer where processes share cores, a round does.
+    shared = step / terms.step[2]
+    whole = oxs.audit.time(
+        one._replace(round_seconds=max(0.0, shared * terms.round[name])),
+        gbits=min(terms.carried * mbits / 1e3, terms.most),
+        latency=terms.latency,
+        step_seconds=step,
+    )
+    return step / alone.utilisation, step / whole.utilisation
+
+
+def compare(page: Report, points: Sequence[Point]) -> None:
+    """Each point that no term was read off, before and after."""
+    terms, rows, kept = read_off(points), {}, []
+    for count in COUNTS:
+        programs = strategies(count) if count in terms.step else {}
+        for point in points:
+            name, mbits = point["name"], point["mbits"]
+            if point["processes"] != count or name not in programs:
+                continue
+            before, after = said(programs[name], mbits, name, count, terms)
+            found = point["seconds"]
+            kept.append((count, mbits, name, found, before, after))
+            rows.setdefault(count, []).append(
+                [
+                    name,
+                    f"{mbits:,}",
+                    f"{1e3 * found:.1f}",
+                    f"{1e3 * before:.1f}",
+                    f"{before / found - 1:+.0%}",
+                    f"{1e3 * after:.1f}",
+                    f"{after / found - 1:+.0%}",
+                ]
+            )
+    errors(page, kept)
+    for count, those in rows.items():
+        page.table("points", those, count=count)
+    on_the_wire(page, points)
+    page.data(points=list(points), terms=terms._asdict())
+    page.text(
+        "terms",
+        latency=1e3 * terms.latency,
+        carried=terms.carried,
+        most=terms.most,
+        steps=", ".join(f"{1e3 * x:.1f} ms of {n}" for n, x in terms.step.items()),
+        rounds=", ".join(
+            f"{1e3 * terms.round[name]:.1f} ms of `{name}`"
+            for name in terms.round
+            if "= 10" in name
+        ),
+    )
+    ranked(page, kept)
+    scatter(page, kept)
+
+
+def errors(page: Report, kept: Sequence[Any]) -> None:
+    """How far off, by processes and rate."""
+    rows = []
+    for count in COUNTS:
+        for mbits in sorted({x[1] for x in kept if x[0] == count}):
+            off = np.array(
+                [
+                    (before / found - 1, after / found - 1)
+                    for n, rate, _, found, before, after in kept
+                    if (n, rate) == (count, mbits)
+                ]
+            )
+            middle, worst = np.median(abs(off), 0), off[abs(off).argmax(0), [0, 1]]
+            within = f"{(abs(off[:, 1]) <= 0.15).sum()} of {len(off)}"
+            rows.append(
+                [f"{count}, {mbits:,}"]
+                + [f"{x:.1%}" for x in middle[:1]]
+                + [f"{worst[0]:+.0%}", f"{middle[1]:.1%}", f"{worst[1]:+.0%}", within]
+            )
+    page.table("errors", rows)
+
+
+def ranked(page: Report, kept: Sequence[Any]) -> None:
+    """Pairs of methods whose order the measurement reverses by more than 10 %."""
+    turned, pairs = {4: [], 5: []}, 0
+    for (count, mbits), those in itertools.groupby(
+        sorted(kept, key=lambda x: x[:2]), lambda x: x[:2]
+    ):
+        for one, other in itertools.permutations(list(those), 2):
+            pairs += one[2] < other[2]
+            for column, found in turned.items():
+                if one[column] < other[column] and one[3] > 1.1 * other[3]:
+                    names = f"`{one[2]}` before `{other[2]}`"
+                    by = one[3] / other[3] - 1
+                    found.append(f"{names} ({count} at {mbits:,} Mbit/s, {by:.0%})")
+    before, after = ("; ".join(x) or "none" for x in turned.values())
+    counts = {"was": len(turned[4]), "now": len(turned[5])}
+    page.text("ranked", pairs=pairs, before=before, after=after, **counts)
+
+
+def on_the_wire(page: Report, points: Sequence[Point]) -> None:
+    """What leaves a process in a period, beside what the program sends."""
+    rows = []
+    for count in COUNTS:
+        there = [x for x in points if x["processes"] == count]
+        programs = strategies(count) if there else {}
+        for name, one in programs.items():
+            found = {x["mbits"]: x["bytes"] for x in there if x["name"] == name}
+            if not found:
+                continue
+            # At a byte a second, seconds are bytes.
+            cost = oxs.audit.time(one, gbits=8e-9, step_seconds=1.0)
+            counted = zip(shares(one.rows), one.rows, strict=True)
+            program = round(sum(share * row.bytes for share, row in counted))
+            slow, fast = found[min(found)], found[max(found)]
+            cells = [program, round(cost.sent), round(slow), round(fast)]
+            ratios = [f"{x / cost.sent:.3f}" for x in (slow, fast)]
+            rows.append([f"{count}, `{name}`", *cells, *ratios])
+    page.table("bytes", rows)
+
+
+def scatter(page: Report, kept: Sequence[Any]) -> None:
+    """Measured against `audit.time`, before and after."""
+    panels = []
+    for column, title in ((4, "of the link alone"), (5, "with the terms")):
+        lines = [
+            Line(
+                f"{count} processes",
+                [1e3 * x[3] for x in kept if x[0] == count],
+                [1e3 * x[column] for x in kept if x[0] == count],
+                look,
+            )
+            for count, look in zip(COUNTS, "os", strict=True)
+            if any(x[0] == count for x in kept)
+        ]
+        ends = [1e3 * end(x[3] for x in kept) for end in (min, max)]
+        lines.append(Line("equal", ends, ends, "-"))
+        panels.append(Panel("measured, ms a step", "audit.time", lines, title, "xy"))
+    page.picture(panels)
+
+
+def published(page: Report) -> None:
+    """The measured grid of others: no term is fitted to it."""
+    size, small, large = CURVE
+    # A sum among four is 6 messages of a fourth; what 1 MiB takes longer is theirs.
+    latency = 8e-9 * 1.5 * size * (1 / small - 1 / large) / 6
+    page.text("published", latency=1e3 * latency, arrays=ARRAYS)
+    each = Collective("all-reduce", 4 * NUMBERS // ARRAYS, 1, NODES, True)
+    rows, off = [], {}
+    for of in csv.DictReader(PUBLISHED.open()):
+        # Its window is not of whole periods: the steps and rounds that are in it.
+        one = Strategy([each] * ARRAYS * int(of["rounds"]), period=int(of["steps"]))
+        asked: dict[str, Any] = {"gbits": float(of["mbits"]) / 1e3}
+        asked["step_seconds"] = float(of["step_ms"]) / 1e3
+        before = oxs.audit.time(one, **asked).utilisation
+        after = oxs.audit.time(one, **asked, latency=latency).utilisation
+        found, theirs = float(of["measured"]), float(of["analytic"])
+        ratios = np.array([theirs, before, after]) / found
+        off.setdefault(of["method"], []).append(ratios)
+        shares = [f"{x:.2%}" for x in (found, theirs, before, after)]
+        name = f"{of['method']}, H = {of['H']}"
+        times = [f"{x:.2f}" for x in ratios]
+        rows.append([f"{name}, {float(of['mbits']):,.0f}", *shares, *times])
+    page.table("published", rows)
+    ranges = [
+        [name, len(of), *(f"{x.min():.2f} to {x.max():.2f}" for x in np.transpose(of))]
+        for name, of in off.items()
+    ]
+    page.table("ranges", ranges)
+
+
+def write(page: Report, points: Sequence[Point]) -> None:
+    """All of it."""
+    compare(page, points)
+    published(page)
+    page.save()
