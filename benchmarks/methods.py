@@ -205,6 +205,13 @@ METHODS = {
     "data parallel": Method(
         "gradients", replicas(), "the mean in every step: one device, too", "-"
     ),
+    "data parallel, Muon": Method(
+        "gradients",
+        replicas(),
+        "Muon 0.02 for matrices, AdamW for the rest",
+        "Jordan et al. 2024, kellerjordan.github.io/posts/muon",
+        inner="muon",
+    ),
     "backup workers": Method(
         "gradients",
         lambda inner: oxs.sync_replicas(inner, AXIS, 7, total_num_replicas=WORKERS),
@@ -268,6 +275,12 @@ METHODS = {
         diloco(),
         f"outer Nesterov 0.7 / 0.9; H = {PERIOD}, published 500",
         DILOCO,
+    ),
+    "DiLoCo, outer 1.0 / 0.5": Method(
+        "center",
+        diloco(outer=optax.sgd(1.0, 0.5, nesterov=True)),
+        f"a milder outer Nesterov, found on another small model; H = {PERIOD}",
+        "benchmarks/results/reproduce_diloco.md",
     ),
     "DiLoCo, 8 bits": Method(
         "codes",

@@ -55,6 +55,7 @@ STUDIED = dict.fromkeys((SLOW, LOST), TROUBLED) | dict.fromkeys(LIES, LIED_TO)
 SLOWNESS = 3  # a slow worker's step takes so many of the others'
 SECOND = "second task"  # after a whole run, a quarter of its steps of data parallel
 AFTER = ("data parallel", "DiLoCo", "DiLoCo, H = 100")
+AFTER += "data parallel, Muon", "MuLoCo"
 
 
 class Job(NamedTuple):
