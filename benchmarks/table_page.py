@@ -140,7 +140,7 @@ def _troubles(page: Report, key: str, losses: Losses, conditions: tuple) -> None
     names = [name for name in METHODS if (name, conditions[0]) in losses]
     for name in names:
         found = [losses[name, condition] for condition in (WELL, *conditions)]
-        rows.append((name, *(of_seeds(loss, ".3f") for loss in found)))
+        rows.append((name, *(of_seeds(loss, ".4g") for loss in found)))
     page.table(key, rows)
 
 
@@ -183,48 +183,46 @@ def _curves(page: Report, rows: list[dict], sent: Mapping, steps: int) -> None:
 
 def _picture(page: Report, losses: Losses, sent: Mapping[str, Traffic]) -> None:
     """Each method a point: what it loses, and what it sends."""
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
     axes = figure.subplots()
-    kinds = list(dict.fromkeys(method.kind for method in METHODS.values()))
-    highest = 14.0
+    kinds = list(dict.fromkeys(METHODS[name].kind for name in sent))
     points = {}
-    for name in sent:
-        method, found = METHODS[name], over(losses, name)
-        if name == BASE:
-            found = np.zeros(1)
-        x, y = sent[name].bytes, float(np.nan_to_num(found.mean(), nan=highest))
-        colour = COLOURS[kinds.index(method.kind)]
-        seen = min(y, highest)
-        axes.plot(x, seen, "^" if y > highest else "o", color=colour, ms=6)
-        if y <= highest:
-            axes.vlines(x, found.min(), found.max(), color=colour, lw=1)
-        points[name] = x, seen, colour
-    axes.set(xscale="log", xlim=(0.008, 25), ylim=(-1, highest + 1))
+    for name, of in sent.items():
+        found = over(losses, name)
+        colour = COLOURS[kinds.index(METHODS[name].kind)]
+        axes.plot(of.bytes, found.mean(), "o", color=colour, ms=5)
+        axes.vlines(of.bytes, found.min(), found.max(), color=colour, lw=0.8)
+        points[name.removeprefix("DiLoCo, H = ")] = of.bytes, found.mean(), colour
     axes.set(
+        xscale="log",
+        xlim=(0.01, 30),
         xlabel="bytes that a worker sends in a step, for each parameter",
         ylabel="test loss over data parallel's, per cent",
     )
     axes.grid(alpha=0.3)
     _label(axes, points)
     dots = [axes.plot([], [], "o", color=COLOURS[n])[0] for n in range(len(kinds))]
-    axes.legend(dots, kinds, frameon=False, fontsize="small", loc="upper left", ncols=2)
+    shown = ["DiLoCo, by its period H" if kind == "period" else kind for kind in kinds]
+    look: Any = {"frameon": False, "fontsize": "small", "ncols": 4}
+    figure.legend(dots, shown, loc="outside lower center", **look)
     page.picture(figure)
 
 
 def _label(axes: Any, points: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write names right of the points, those that would overlap one above the other."""
-    taken: list[tuple[float, float, float]] = []  # from, to, height; in parts of axes
-    for name, (x, y, colour) in sorted(points.items(), key=lambda item: item[1][1]):
-        place = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
-        left, height = place[0] + 0.008, place[1]
-        right = left + 0.0095 * len(name)
-        while any(
-            left < end and begin < right and abs(height - other) < 0.026
-            for begin, end, other in taken
-        ):
-            height += 0.004
+    """Write names right of the points, moved up or down where they would overlap."""
+    to_parts = (axes.transData + axes.transAxes.inverted()).transform
+    places = {name: to_parts((x, y)) for name, (x, y, _) in points.items()}
+    # What is taken, in parts of the axes: from, to, middle height.
+    taken = [(x - 0.006, x + 0.006, y) for x, y in places.values()]
+    moves = sorted(np.arange(-0.2, 0.2, 0.004), key=abs)
+    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][0]):
+        left, right = x + 0.009, x + 0.012 + 0.0088 * len(name)
+        others = [(end, begin, at) for begin, end, at in taken if begin < right]
+        others = [at for end, begin, at in others if end > left]
+        free = (y + d for d in moves if all(abs(y + d - at) > 0.024 for at in others))
+        height = next(free, y)
         taken.append((left, right, height))
-        look: Any = {"fontsize": 7.5, "color": colour, "va": "center"}
+        look: Any = {"fontsize": 7.5, "color": points[name][2], "va": "center"}
         axes.text(left, height, name, transform=axes.transAxes, **look)
 
 
@@ -244,7 +242,7 @@ def _which(page: Report, losses: Losses, sent: Mapping[str, Traffic]) -> None:
                 and np.isfinite(mean[name])
             }
             name = min(able, key=able.__getitem__) if able else None
-            cells.append(f"{name} ({able[name]:+.1f} %)" if name else "none")
+            cells.append(f"{name} ({able[name]:+.1f} %)" if name else "none does")
         best.append((f"{gbits:g} Gbit/s, {1e3 * latency:g} ms", *cells))
     page.table("best", best, goal=GOAL)
     for size, (parameters, seconds) in SIZES.items():
