@@ -19,7 +19,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce table faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test fuzz mutants lint format bench reproduce table links faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -97,6 +97,10 @@ faults: $(VENV)/bench-installed
 # Kills processes of a lockstep run on Ray Train: an hour.
 deaths: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/deaths.py $(QUICK) $(DEATHS)
+
+# Steps over links that `tc` makes slow: half an hour, as root; goes on where it stopped.
+links: $(VENV)/demo-installed
+	$(RUN)/python benchmarks/links.py $(QUICK)
 
 # Every wrapper compiled ahead of time for TPUs and for GPUs, each in an environment of its
 # own: JAX looks for chips wherever it finds libtpu. None of it needs a chip or a driver.

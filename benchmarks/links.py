@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["NPROC"] = "2"  # threads of XLA
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +169,8 @@ def make_way() -> None:
 
 def serve(number: int, count: int) -> None:
     """Answer each line, the name of a run and a number of periods, with seconds."""
+    os.environ["NPROC"] = "2"  # threads of XLA
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"{ADDRESS.format(1)}:{PORT}", count, number)
     kinds = (AxisType.Auto,)
@@ -389,13 +388,15 @@ def measured(path: Path, quick: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, and write the page."""
-    import report
-
-    options = report.arguments(__doc__).parse_args()
     if wants := missing():
         print(f"Links cannot be made slow here: that needs {wants}. Nothing is done.")
         return
-    # The programs are compiled here for as many CPU devices.
+    import report
+
+    options = report.arguments(__doc__).parse_args()
+    # The programs are compiled here too, for as many CPU devices.
+    os.environ["NPROC"] = str(2 * max(COUNTS))
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(COUNTS))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the contexts end too
     folder = report.folder_of(options)

@@ -15,8 +15,9 @@ from report import Line, Panel, Report
 import optx_sync as oxs
 from optx_sync.audit import Collective, Strategy
 from optx_sync.audit.programs import shares
+from optx_sync.step import period_of
 
-FITTED = 100, 10_000  # Mbit/s of the bare sums among two that terms are read off
+READ_AT = 100, 10_000  # Mbit/s of the bare sums among two that terms are read off
 PUBLISHED = Path(__file__).with_name("links_published.csv")
 # Of that run: float32 of its parameters, in so many arrays, each a sum of its own.
 NUMBERS, ARRAYS, NODES = 30_846_720, 57, ((0, 1, 2, 3),)
@@ -30,7 +31,6 @@ class Terms(NamedTuple):
 
     latency: float  # seconds of a message
     carried: float  # the share of a link's bits that are those of arrays
-    most: float  # Gbit/s that two processes reach, however fast the link
     step: Mapping[int, float]  # seconds of a step of so many processes
     round: Mapping[str, float]  # seconds that a round computes, of two processes
 
@@ -49,17 +49,16 @@ def strategies(count: int) -> dict[str, Strategy]:
 
 def read_off(points: Sequence[Point]) -> Terms:
     """The terms: no step that sends anything has a part in them."""
-
-    def of(name: str, rates: Sequence[int] = FITTED, count: int = 2) -> list[float]:
-        each = {(x["processes"], x["mbits"], x["name"]): x["seconds"] for x in points}
-        return [
-            each[count, rate, name] for rate in rates if (count, rate, name) in each
-        ]
-
-    latency = float(np.mean(of("one number") or [0.0])) / 2
-    slow, fast = (8e-9 * 4e6 / (seconds - 2 * latency) for seconds in of("4 MB"))
-    counts = {x["processes"] for x in points}
-    rates = sorted({x["mbits"] for x in points})
+    each = {(x["processes"], x["mbits"], x["name"]): x["seconds"] for x in points}
+    latency = float(np.mean([each[2, rate, "one number"] for rate in READ_AT])) / 2
+    # Of the slower one. The faster takes no longer: copies need no term of their own.
+    slow = READ_AT[0]
+    carried = 8e-6 * 4e6 / (each[2, slow, "4 MB"] - 2 * latency) / slow
+    quiet = [(x[0], seconds) for x, seconds in each.items() if x[2] == "no exchange"]
+    steps = {
+        count: float(np.median([seconds for n, seconds in quiet if n == count]))
+        for count, _ in quiet
+    }
     alone = {
         x["name"].removesuffix(ALONE): x["steps"] * (x["seconds"] - x["quiet"])
         for x in points
@@ -69,21 +68,20 @@ def read_off(points: Sequence[Point]) -> Terms:
         name: alone.get(name, alone["diloco, H = 10"] if name != "cross_shard" else 0.0)
         for name in methods()
     }
-    steps = {
-        count: float(np.median(of("no exchange", rates, count))) for count in counts
-    }
-    return Terms(latency, slow / (FITTED[0] / 1e3), fast, steps, rounds)
+    return Terms(latency, carried, steps, rounds)
 
 
 def said(one: Strategy, mbits: float, name: str, count: int, terms: Terms) -> Any:
     """Seconds of a step by `audit.time`: of the link alone, and with the terms."""
     step = terms.step[count]
-    alone = oxs.audit.time(one, gbits=mbits / 1e3, step_seconds=step)
+    # As it was: a period was that between two parts.
+    between: Any = period_of(methods()[name].tx) or 1
+    alone = oxs.audit.time(one, gbits=mbits / 1e3, step_seconds=step, period=between)
     # What a step takes longer where processes share cores, a round does.
     shared = step / terms.step[2]
     whole = oxs.audit.time(
         one._replace(round_seconds=max(0.0, shared * terms.round[name])),
-        gbits=min(terms.carried * mbits / 1e3, terms.most),
+        gbits=terms.carried * mbits / 1e3,
         latency=terms.latency,
         step_seconds=step,
     )
@@ -117,12 +115,11 @@ def compare(page: Report, points: Sequence[Point]) -> None:
     for count, those in rows.items():
         page.table("points", those, count=count)
     on_the_wire(page, points)
-    page.data(points=list(points), terms=terms._asdict())
+    page.data(terms=terms._asdict())  # the points lie beside, in links.jsonl
     page.text(
         "terms",
         latency=1e3 * terms.latency,
         carried=terms.carried,
-        most=terms.most,
         steps=", ".join(f"{1e3 * x:.1f} ms of {n}" for n, x in terms.step.items()),
         rounds=", ".join(
             f"{1e3 * terms.round[name]:.1f} ms of `{name}`"
@@ -154,6 +151,16 @@ def errors(page: Report, kept: Sequence[Any]) -> None:
                 + [f"{worst[0]:+.0%}", f"{middle[1]:.1%}", f"{worst[1]:+.0%}", within]
             )
     page.table("errors", rows)
+    off = abs(np.array([(x[4] / x[3] - 1, x[5] / x[3] - 1) for x in kept]))
+    counts = (off <= 0.15).sum(0)
+    page.text(
+        "held",
+        points=len(off),
+        was=counts[0],
+        now=counts[1],
+        before=np.median(off[:, 0]),
+        after=np.median(off[:, 1]),
+    )
 
 
 def ranked(page: Report, kept: Sequence[Any]) -> None:
@@ -247,6 +254,9 @@ def published(page: Report) -> None:
 
 def write(page: Report, points: Sequence[Point]) -> None:
     """All of it."""
+    times, loads = ([x[key] for x in points] for key in ("taken", "load"))
+    minutes = (max(times) - min(times)) / 60
+    page.text("taken", points=len(points), minutes=minutes, load=max(loads))
     compare(page, points)
     published(page)
     page.save()

@@ -171,7 +171,7 @@ def time(
         rows: What `collectives` found, or `Collective`s of a planned program. With
             `quiet`, those of the step that meets. Or a `Strategy`; or an optimizer,
             with `params` and `workers`, which `strategy` compiles.
-        gbits: Gbit/s of arrays that one device can send: TCP's headers leave 0.95 of
+        gbits: Gbit/s of arrays that one device can send: TCP's headers leave 0.94 of
             a link. On a host of 8 devices, those of the host's link divided by 8.
         step_seconds: Seconds that a step computes.
         latency: Seconds that each message takes beside its bytes: of an all-reduce of

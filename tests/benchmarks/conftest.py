@@ -13,4 +13,5 @@ def module(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     # A script may say how many threads its own process has.
     monkeypatch.setenv("NPROC", "16")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     return importlib.import_module
