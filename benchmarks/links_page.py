@@ -15,7 +15,6 @@ from report import Line, Panel, Report
 import optx_sync as oxs
 from optx_sync.audit import Collective, Strategy
 from optx_sync.audit.programs import shares
-from optx_sync.step import period_of
 
 READ_AT = 100, 10_000  # Mbit/s of the bare sums among two that terms are read off
 PUBLISHED = Path(__file__).with_name("links_published.csv")
@@ -75,7 +74,8 @@ def said(one: Strategy, mbits: float, name: str, count: int, terms: Terms) -> An
     """Seconds of a step by `audit.time`: of the link alone, and with the terms."""
     step = terms.step[count]
     # As it was: a period was that between two parts.
-    between: Any = period_of(methods()[name].tx) or 1
+    direct = getattr(methods()[name].tx.update, "direct", None)
+    between: Any = (direct and direct.communication_period) or 1
     alone = oxs.audit.time(one, gbits=mbits / 1e3, step_seconds=step, period=between)
     # What a step takes longer where processes share cores, a round does.
     shared = step / terms.step[2]

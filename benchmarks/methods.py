@@ -187,7 +187,7 @@ def gossip(graph) -> Callable:
 
 
 def post_local(steps: int) -> optax.Schedule:
-    return lambda step: jnp.where(step < steps // 2, 1, 16)
+    return lambda step: jnp.where(jnp.asarray(step) < steps // 2, 1, 16)
 
 
 def qsr(steps: int) -> optax.Schedule:

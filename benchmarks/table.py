@@ -80,7 +80,7 @@ def lying(factor: float, axes: dict[str, int]) -> optax.GradientTransformation:
         mine = jnp.where(jax.lax.axis_index(axis) == 0, factor, 1.0)
         return jax.tree.map(lambda x: mine * x, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def optimizer(job: Job) -> optax.GradientTransformation:
@@ -109,7 +109,7 @@ def in_step(job: Job, seed: int) -> tuple[list[float], Tree]:
         extra = {"weight": alive} if weighs else {}
         return oxs.apply_gradients(tx, grads, state, params, **extra)
 
-    now, losses, validation = workers.start((start, tx.init(start))), [], None
+    now, losses, model = workers.start((start, tx.init(start))), [], start
     for number in range(1, job.steps + 1):
         windows = windows_of("train", seed, number).reshape(*sizes, BATCH, CONTEXT + 1)
         alive = np.ones(sizes, np.float32)
@@ -117,8 +117,7 @@ def in_step(job: Job, seed: int) -> tuple[list[float], Tree]:
         now = step(*now, windows, alive)
         if number % EVERY == 0 or number == job.steps:
             model = jax.device_get(model_of(workers, method, now, start))
-            validation = float(held_out_loss(model, texts()["validation"]))
-            losses.append(validation)
+            losses.append(float(held_out_loss(model, texts()["validation"])))
     return losses, model
 
 
@@ -146,7 +145,7 @@ def arrivals(job: Job, seed: int) -> np.ndarray:
     seconds = rng.lognormal(0, 0.1, (WORKERS, job.steps))
     seconds[-1] *= SLOWNESS if job.condition == SLOW else 1
     ends = seconds.cumsum(1)
-    worker, _ = np.indices(ends.shape)
+    worker = np.broadcast_to(np.arange(WORKERS)[:, None], ends.shape)
     counts = ends <= job.steps  # as long as the others need in the mean
     if job.condition == LOST:
         counts[-1] &= (ends[-1] < job.steps / 3) | (ends[-1] > job.steps * 2 / 3)
@@ -274,7 +273,8 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         ),
     )
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, CURVE), lineterminator="\n")
+        columns: list[str] = [*COLUMNS, CURVE]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

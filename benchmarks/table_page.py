@@ -65,7 +65,7 @@ def traffic(name: str, steps: int) -> Traffic:
         warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)
         found = oxs.audit.strategy(tx, large, workers)
     near = WORKERS // sizes[0]  # chips of a pod
-    ways = {"gbits": 8e-9}, {"gbits": 1e30, "latency": 1.0}
+    ways: Any = {"gbits": 8e-9}, {"gbits": 1e30, "latency": 1.0}
     sent, messages = (
         oxs.audit.time(found, step_seconds=1.0, near=near, **way).sent / found.period
         for way in ways

@@ -1,5 +1,7 @@
 """What steps send on a mesh without devices, as in the program that is compiled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -89,7 +91,7 @@ def test_each_call_of_one_function_counts_and_a_loop_once():
 def test_workers_without_devices_have_a_strategy_and_a_time():
     params = jax.ShapeDtypeStruct((10**6,), jnp.float32)
     local = oxs.local_sgd(SGD, "workers", communication_period=20)
-    link = {"gbits": 1.0, "step_seconds": 1.0, "latency": 0.08}
+    link: Any = {"gbits": 1.0, "step_seconds": 1.0, "latency": 0.08}
     found = audit.strategy(local, params, WORKERS64)
     assert [(row.bytes, len(row.groups[0])) for row in found.rows] == [(4 * 10**6, 64)]
     cost = audit.time(found, **link)
