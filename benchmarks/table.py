@@ -40,6 +40,7 @@ from report import arguments, folder_of, processes
 from rich.progress import track
 
 import optx_sync as oxs
+from optx_sync.step import cycle_of
 
 EVERY = 50  # steps between evaluations
 FULL = {"steps": STEPS, "seeds": 3, "names": tuple(METHODS)}
@@ -90,8 +91,8 @@ def optimizer(job: Job) -> optax.GradientTransformation:
     if job.condition not in LIES:
         return method.wrap(inner)
     lies = lying(LIES[job.condition], method.axes)
-    if method.kind in ("center", "codes", "partners") or "DiLoCo" in job.method:
-        return method.wrap(optax.chain(inner, lies))  # its own steps are wrong
+    if cycle_of(method.wrap(inner)) is not None:  # workers step alone between rounds
+        return method.wrap(optax.chain(inner, lies))
     return optax.chain(lies, method.wrap(inner))  # its gradients are
 
 
@@ -123,15 +124,11 @@ def in_step(job: Job, seed: int) -> tuple[list[float], Tree]:
 
 def model_of(workers: oxs.Workers, method: Method, now: Tree, start: Tree) -> Tree:
     """What is evaluated: the center, or the mean of the workers."""
-    if method.kind in ("gradients", "robust") and not has_center(now):
-        return workers.first(now[0])
     if method.kind == "partners":
         return oxs.by_hand.mean_params(now[0])
+    if optax.tree.get(now[1], "center") is None:
+        return workers.first(now[0])
     return oxs.center_params(workers.first(now[1]), start)
-
-
-def has_center(now: Tree) -> bool:
-    return optax.tree.get(now[1], "center") is not None
 
 
 def is_away(step: int, job: Job) -> bool:

@@ -40,8 +40,11 @@ class Traffic(NamedTuple):
 
     def share(self, gbits: float, latency: float, parameters: float, step: float):
         """The share of time in which a worker computes, as `audit.time` counts."""
-        sent = latency * self.messages + 8e-9 * self.bytes * parameters / gbits
-        return step / (step + (max(0.0, sent - step) if self.hidden else sent))
+        size, link = round(self.bytes * parameters), ((0, 1),)
+        row = oxs.audit.Collective("send", size, 1, link, False, self.hidden)
+        late = latency * self.messages
+        found = oxs.audit.time([row], gbits=gbits, step_seconds=step, latency=late)
+        return found.utilisation
 
 
 def traffic(name: str, steps: int) -> Traffic:
@@ -93,8 +96,12 @@ def pages(
     for number, conditions in enumerate(TROUBLES):
         _troubles(page, ("troubles", "lies")[number], losses, conditions)
     _second(page, rows, losses)
-    settings = [(n, METHODS[n].settings, METHODS[n].source) for n in sent]
-    page.table("sources", [row for row in settings if ", H = " not in row[0]])
+    settings = [
+        (name, METHODS[name].settings, METHODS[name].source)
+        for name in sent
+        if METHODS[name].kind != "period"
+    ]
+    page.table("sources", settings)
     _curves(page, rows, sent, steps)
     page.text("hours", hours=hours)
     page.data(hours=hours, traffic={name: of._asdict() for name, of in sent.items()})
