@@ -25,8 +25,8 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
+from optx_sync.runtime.agreements.arrays import arrays_of
 from optx_sync.runtime.agreements.center import traffic
-from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged
 from optx_sync.runtime.messages import NoStart
