@@ -31,7 +31,7 @@ from rich.progress import track
 import optx_sync as oxs
 from optx_sync import runtime
 from optx_sync.runtime import Push
-from optx_sync.runtime.agreements.contract import arrays_of
+from optx_sync.runtime.agreements.arrays import arrays_of
 
 WORKERS, VARIABLES = 2, 8
 # Measured once with TensorFlow 1.15's parameter server on a machine like this one, 2

@@ -18,7 +18,7 @@ import numpy as np
 import optx_sync as oxs
 from optx_sync.runtime import Push, Server, protocol
 from optx_sync.runtime import server as server_module
-from optx_sync.runtime.agreements.contract import bound
+from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.checkpoints import Damaged
 from optx_sync.runtime.protocol import Book, Client
 

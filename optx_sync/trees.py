@@ -19,6 +19,7 @@ KeyPath: TypeAlias = tuple[Any, ...]  # JAX keys, from the root to a leaf
 Item = TypeVar("Item")
 # The longest text of an object in a message, in letters.
 LONGEST_TEXT = 100
+SHOWN_NAMES = 5
 
 
 class SlicesLeaf:
@@ -158,6 +159,13 @@ def brief(x: object) -> str:
     text = repr(x)
     text = text if len(text) <= LONGEST_TEXT else "one"
     return f"{text} of type {type(x).__name__}"
+
+
+def some(names: list[str]) -> str:
+    """A list as text for a message, shortened if it is long."""
+    if len(names) <= SHOWN_NAMES:
+        return str(names)
+    return f"{names[:SHOWN_NAMES]} and {len(names) - SHOWN_NAMES:,} more"
 
 
 def call_it(x: object) -> str:

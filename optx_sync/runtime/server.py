@@ -25,12 +25,8 @@ from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, Held, way_of
-from optx_sync.runtime.agreements.contract import (
-    Notes,
-    Settings,
-    check_saved,
-    difference,
-)
+from optx_sync.runtime.agreements.contract import Settings
+from optx_sync.runtime.agreements.saved import Notes, check_saved, difference
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
     Arrays,

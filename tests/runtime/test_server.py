@@ -25,7 +25,7 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
-from optx_sync.runtime.agreements.contract import arrays_of
+from optx_sync.runtime.agreements.arrays import arrays_of
 from optx_sync.runtime.agreements.own import traffic
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged

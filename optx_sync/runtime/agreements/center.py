@@ -23,7 +23,17 @@ from optx_sync.center.contract import CenterRule, Period, Round
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
+from optx_sync.runtime.agreements.arrays import copied, own_buffers
+from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.agreements.own import OfCenter, Terms, Traffic, traffic
+from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
+from optx_sync.runtime.agreements.saved import (
+    Notes,
+    check_saved,
+    described,
+    like,
+    numbered,
+)
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite, where
@@ -126,10 +136,10 @@ class Center:
         self.at = at
         self.copy_replies = copy_replies
         self.traffic: Traffic = traffic(rule)
-        self.expected: contract.Expected = contract.Expected(self.traffic.sends, center)
+        self.expected: Expected = Expected(self.traffic.sends, center)
         if exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
-            self.expected = contract.ExpectedCodes(self.traffic.sends, shapes, exchange)
+            self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
         self.answers: CodedAnswers | None = None
         if pulls is not None:
             message_shapes(pulls, center)  # Refuses arrays that it cannot code.
@@ -146,9 +156,7 @@ class Center:
         self.adds: bool = (
             rule.outer is None and rule.weigh is None and not self.at_server
         )
-        self.outer: Tree = (
-            () if rule.outer is None else contract.copied(rule.outer.init(center))
-        )
+        self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
 
@@ -161,7 +169,7 @@ class Center:
                 path: np.array(array, order="C") for path, array in center.items()
             }
             self.bounds: dict[str, float] = {
-                path: contract.bound(array) for path, array in self.center.items()
+                path: bound(array) for path, array in self.center.items()
             }
         else:
             self.center = {path: jnp.array(array) for path, array in center.items()}
@@ -193,7 +201,7 @@ class Center:
         # A sum of squares is finite only if its terms are, and is faster than a test of
         # each.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
-        held = contract.own_buffers((self.variables.arrays(center), outer), given)
+        held = own_buffers((self.variables.arrays(center), outer), given)
         return *held, squares, counts
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
@@ -306,18 +314,18 @@ class Center:
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
         formulas += [] if rule.weigh is None else [rule.weigh]
-        return contract.described("center", formulas, self.outer)
+        return described("center", formulas, self.outer)
 
-    def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint."""
         center = {path: np.asarray(array) for path, array in self.center.items()}
-        arrays = {"center": center, "outer": contract.numbered(self.outer)}
+        arrays = {"center": center, "outer": numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
-    def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
-        contract.check_saved(self.center, arrays["center"])
-        self.outer = contract.like(self.outer, arrays.get("outer", {}))
+        check_saved(self.center, arrays["center"])
+        self.outer = like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
         self.kept = {}
         self.global_step = int(notes["global_step"])

@@ -12,6 +12,8 @@ from optx_sync.center.coded import encoded, plus_decoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
+from optx_sync.runtime.agreements.arrays import arrays_of, tree_of
+from optx_sync.runtime.agreements.saved import like, numbered
 from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import Layout
 from optx_sync.trees import Tree
@@ -108,13 +110,13 @@ class OfCenter:
 
     def state(self) -> Arrays:
         """The leaves of the inner state, for a successor."""
-        return contract.numbered(self.inner_state)
+        return numbered(self.inner_state)
 
     def go_on(self, state: Arrays) -> None:
         """Continue with a predecessor's inner state."""
         self.inner_state = jax.tree.map(
             lambda x, fresh: jax.device_put(x, fresh.sharding),
-            contract.like(self.inner_state, state),
+            like(self.inner_state, state),
             self.inner_state,
         )
 
@@ -144,7 +146,7 @@ class OfCenter:
         )
         self.sent[part] = age, summed, codes
         self.ages[part] = self.steps = 0
-        return {name: contract.arrays_of(tree) for name, tree in sent.items()}, age
+        return {name: arrays_of(tree) for name, tree in sent.items()}, age
 
     def _run_bring(self, part, params, taken, accumulated, codes, steps):
         whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
@@ -183,7 +185,7 @@ class OfCenter:
             part,
             self.params,
             self.taken,
-            {name: contract.tree_of(arrays, like) for name, arrays in replied.items()},
+            {name: tree_of(arrays, like) for name, arrays in replied.items()},
             jnp.int32(age),
         )
         self.params, self.taken = place(params), place(taken)

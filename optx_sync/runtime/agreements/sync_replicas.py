@@ -25,6 +25,15 @@ from optx_sync.replicas.tokens import (
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
+from optx_sync.runtime.agreements.arrays import arrays_of, copied, tree_of
+from optx_sync.runtime.agreements.pushes import Expected
+from optx_sync.runtime.agreements.saved import (
+    Notes,
+    check_saved,
+    described,
+    like,
+    numbered,
+)
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite
@@ -105,11 +114,9 @@ class Updates:
         self.agreement = agreement
         self.num_workers = num_workers
         self.variables: Variables = Variables(params)
-        self.expected: contract.Expected = contract.Expected(
-            ("grads",), params, of_rows=True
-        )
+        self.expected: Expected = Expected(("grads",), params, of_rows=True)
         self.chief: Chief = Chief(inner, required, agreement.variable_averages)
-        self.held: Held = contract.copied(self.chief.start(params))
+        self.held: Held = copied(self.chief.start(params))
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
         # Nothing is donated: an update that is not finite is discarded.
         self._update: Any = jax.jit(self._move)
@@ -232,33 +239,31 @@ class Updates:
 
     def describe(self) -> str:
         """The optimizer, described by its state."""
-        return contract.described(
-            "sync_replicas", [], (self.held.inner, self.held.averages)
-        )
+        return described("sync_replicas", [], (self.held.inner, self.held.averages))
 
-    def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint, with accumulated gradients and tokens.
 
         A worker whose gradient waits may have gone on already.
         """
         arrays = {
             "center": self.current(),
-            "inner": contract.numbered(self.held.inner),
-            "averages": contract.numbered(self.held.averages),
-            "accumulated": contract.numbered(self.held.accumulator),
+            "inner": numbered(self.held.inner),
+            "averages": numbered(self.held.averages),
+            "accumulated": numbered(self.held.accumulator),
         }
         notes = {name: getattr(self, name) for name in _NOTED}
         return arrays, {**notes, "tokens": list(self.tokens)}
 
-    def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
-        contract.check_saved(self.current(), arrays["center"])
+        check_saved(self.current(), arrays["center"])
         center = {path: jnp.array(array) for path, array in arrays["center"].items()}
         self.held = Held(
             self.variables.tree(center),
-            contract.like(self.held.inner, arrays.get("inner", {})),
-            contract.like(self.held.averages, arrays.get("averages", {})),
-            contract.like(self.held.accumulator, arrays["accumulated"]),
+            like(self.held.inner, arrays.get("inner", {})),
+            like(self.held.averages, arrays.get("averages", {})),
+            like(self.held.accumulator, arrays["accumulated"]),
         )
         for name in _NOTED:
             setattr(self, name, copy.copy(notes[name]))
@@ -278,7 +283,7 @@ class OfUpdates:
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the parameters."""
-        self.params = place(contract.tree_of(parts[0], self.like))
+        self.params = place(tree_of(parts[0], self.like))
 
     def place(self, place: contract.Place) -> None:
         """Lay them out over devices."""
@@ -300,7 +305,7 @@ class OfUpdates:
     def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
         """The gradient to push."""
         self.ages = [0]
-        return {"grads": contract.arrays_of(self.grads)}, 1
+        return {"grads": arrays_of(self.grads)}, 1
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
@@ -309,7 +314,7 @@ class OfUpdates:
         self, part: int, replied: dict[str, Arrays], place: contract.Place
     ) -> None:
         """Take the parameters."""
-        self.params = place(contract.tree_of(replied["params"], self.like))
+        self.params = place(tree_of(replied["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees as the arrays of a message, arrays as trees, and buffers of one's own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.runtime.messages import Arrays
+from optx_sync.trees import Tree, is_gradient_leaf, path_name
+
+
+def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
+    """A tree of new arrays: received ones may be views of the center."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
+    )
+
+
+def arrays_of(tree: Tree) -> Arrays:
+    """A tree as arrays by path; row-sparse leaves as (indices, values)."""
+    return {
+        path_name(path): _sent(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=is_gradient_leaf
+        )
+    }
+
+
+def _sent(leaf: Any) -> Tree:
+    if isinstance(leaf, IndexedSlices):
+        return np.asarray(leaf.indices), np.asarray(leaf.values)
+    return None if leaf is None else np.asarray(leaf)
+
+
+def copied(tree: Tree) -> Tree:
+    """A copy of a state, with arrays of its own.
+
+    Some Optax states hold the parameters that they were made for.
+    """
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+
+
+def own_buffers(after: Tree, given: Tree) -> Tree:
+    """The results of a compiled step, none of which shares memory with an input.
+
+    An array that passes through unchanged would share its memory, and be donated later.
+    """
+    ids = {id(x) for x in jax.tree.leaves(given)}
+    seen: set[int] = set()
+
+    def own(x):
+        passes = id(x) in ids or id(x) in seen
+        seen.add(id(x))
+        return jnp.copy(x) if passes else x
+
+    return jax.tree.map(own, after)
