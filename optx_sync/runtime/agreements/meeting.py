@@ -141,11 +141,8 @@ class Meetings(Center):
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *sent)
         everyones = jax.vmap(one, axis_name=AXIS)(stacked, known)
         total, weight = jax.tree.map(lambda x: x[0], everyones)
-        if rule.mean_over is None:  # A sum; but for one that is weighed.
+        if rule.mean_over is None:
             total = jax.tree.map(lambda x: x * weight.astype(x.dtype), total)
-        elif rule.mean_over == "workers" and not self.at_server:
-            # Workers have divided by their number, and those that came are the mean's.
-            total = jax.tree.map(lambda x: x * self.at.num_workers, total)
         after = work.absorb(rule, before, total)
         after = where(weight > 0, after, before)
         return variables.arrays(after.value), after.outer, is_finite(after)

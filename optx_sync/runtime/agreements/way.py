@@ -58,6 +58,9 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
         )
     delay = check_delay(settings.delay)
     keeping = work.keeping(rule, settings.keep_local)
+    if meet.shared and rule.mean_over is not None:
+        # A meeting's mean is of those that have come, so none divides by all.
+        keeping = keeping._replace(mean_over="pushed")
     terms = Terms(rule, at, exchange, pulls)
 
     def serve(part, inner, copy_replies):
