@@ -110,6 +110,7 @@ class Pending(NamedTuple):
 
     wait: Callable[[], Reply]
     is_there: Callable[[], bool] = lambda: True  # whether a call returns at once
+    hand_in: Callable[[], None] = lambda: None  # waits until the server has the push
 
     def __call__(self) -> Reply:
         """Wait for it; raises `PushRefused` if the push was refused."""

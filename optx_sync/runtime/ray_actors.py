@@ -271,7 +271,7 @@ class RayConnection:
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
 
-        return Pending(answer, talk.has_ended)
+        return Pending(answer, talk.has_ended, talk.hand_in)
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """See `Server.asked`: by a call that waits at the server while this returns."""
@@ -411,9 +411,13 @@ class _Conversation:
     def end(self) -> tuple[Client, Any]:
         """Wait for its end: the client then, and what the last answer brought."""
         while protocol.wants(self._client) is not None:
-            time.sleep(max(self._rests_until - time.monotonic(), 0))
             self._hear()
         return self._client, self._payload
+
+    def hand_in(self) -> None:
+        """Wait until the server has a push, answered or not."""
+        while self._client.phase == "send":
+            self._hear()
 
     def has_ended(self) -> bool:
         """Hear what has come, without waiting: whether that was all."""
@@ -438,6 +442,7 @@ class _Conversation:
 
     def _hear(self) -> None:
         """Take an answer: the end, or others have to come, or the server is gone."""
+        time.sleep(max(self._rests_until - time.monotonic(), 0))
         ray, (line, reference) = import_ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
@@ -539,6 +544,8 @@ class WorkerActor:
                 connection, params, inner, agreement, index=index, **options
             )
             worker_fn(worker)
+            connection.leave(index)  # Nobody waits for this worker any more.
+            worker.land()
         except PushRefused as error:
             return "refused", str(error)
         except SystemExit as error:

@@ -204,18 +204,11 @@ class Worker:
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
             due = self._own.step(grads, self.local_step - 1)
-            if self._sent is not None and self._may_land(due):
-                self._land()
+            if self._own.steps >= self._delay or (due and not self._shared):
+                self._land(wait=not self._shared)
         turn = self._turn()
         if self._sent is None and (due or self._is_asked(turn)):
-            self._exchange(turn, what_to_show, self._delay)
-
-    def _may_land(self, due: bool) -> bool:
-        late = self._own.steps >= self._delay
-        if not self._shared:
-            return due or late
-        answers = self._sent.answers.values() if self._sent else ()
-        return late and all(answer.is_there() for answer in answers)
+            self._exchange(turn, what_to_show, wait=not self._delay)
 
     def _turn(self) -> tuple[int, ...]:
         """The parts that meet next."""
@@ -235,14 +228,25 @@ class Worker:
         """Exchange now, if there were steps since the last round.
 
         For the end of a program: steps since the last round are not in the center yet.
-        Pushes that are on their way land first, then each part is exchanged.
+        Pushes that are on their way land first, then each part is exchanged. Where
+        workers share meetings, the parts are handed in, and the answers not waited for:
+        `land` does.
         """
         with self._whole():
-            if self._sent is not None:
-                self._land()
+            self._land(wait=not self._shared)
         for turn in self.layout.turns:
-            if any(self._own.ages[part] for part in turn):
-                self._exchange(turn, {})
+            waits = self._sent.answers if self._sent else {}
+            parts = tuple(part for part in turn if part not in waits)
+            if any(self._own.ages[part] for part in parts):
+                self._exchange(parts, {}, wait=not self._shared)
+        if self._sent is not None:
+            for answer in self._sent.answers.values():
+                answer.hand_in()
+
+    def land(self) -> None:
+        """Wait for the answers to all pushes that are on their way, and take them."""
+        with self._whole():
+            self._land()
 
     @property
     def unpushed(self) -> int:
@@ -283,14 +287,14 @@ class Worker:
         self._torn = False
 
     def _exchange(
-        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], delay: int = 0
+        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], wait: bool
     ) -> None:
         # Both are the program's own: an error in them changes nothing.
         numbers = {name: float(value) for name, value in shown.items()}
         place = json.dumps(self.place)
         with self._whole():
             self._set_out(parts, numbers, place)
-            if not delay:
+            if wait:
                 self._land()
 
     def _set_out(
@@ -328,14 +332,23 @@ class Worker:
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
+        if self._sent is not None:
+            answers, tokens = (
+                {**self._sent.answers, **answers},
+                self._sent.tokens | tokens,
+            )
         self._sent = _Sent(answers, tokens, begin)
 
-    def _land(self) -> None:
+    def _land(self, wait: bool = True) -> None:
+        """Take the answers; without `wait` those that are there."""
         if self._sent is None:
             return
-        (answers, tokens, begin), self._sent = self._sent, None
+        answers, tokens, begin = self._sent
         refused = None
-        for part, answer in answers.items():
+        for part, answer in list(answers.items()):
+            if not (wait or answer.is_there()):
+                continue
+            del answers[part]
             try:
                 reply = answer()
             except PushRefused as error:
@@ -348,9 +361,10 @@ class Worker:
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply.arrays, self._place)
+        if not answers:
+            self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
             raise refused
-        self._seconds = time.perf_counter() - begin
 
     def _hear(self, part: int, reply: Reply) -> None:
         self._rounds[part] = reply.round

@@ -32,7 +32,11 @@ def grads_of(worker: Any, step: Any, params: Any) -> Any:
 
 def party(rule, meet, period=8, workers=WORKERS, **options):
     """A server and its workers; `delay`, `fragments` and codes by name."""
-    settings = {"num_workers": workers, "communication_period": period, "meet": meet}
+    settings: dict[str, Any] = {
+        "num_workers": workers,
+        "communication_period": period,
+        "meet": meet,
+    }
     kept = {k: options.pop(k) for k in ("checkpoint_dir", "clock") if k in options}
     clock = kept.pop("clock", None)
     server = Server(PARAMS, rule, **settings, **options, **kept)
@@ -154,7 +158,8 @@ def test_what_is_late_is_dropped_and_told_and_its_worker_goes_on_from_the_center
     kinds = [event.kind for event in server.events()[1] if event.worker == 2]
     assert kinds == ["join", "dropped", "dropped"]
     stepped(slow)
-    same(slow._own.taken, before)
+    own: Any = slow._own
+    same(own.taken, before)
     # From now on it is in step with the others; without grace the last one is late.
     for _ in range(4):
         stepped(slow, *quick)
@@ -165,7 +170,7 @@ def test_grace_lets_a_slow_one_in():
     now = [0.0]
     meet = quorum(2, grace=1.0)
     server, workers = party(DILOCO, meet, 4, 3, delay=2, clock=lambda: now[0])
-    (held,) = server._held
+    held: Any = server._held[0]
     for _ in range(4):
         stepped(*workers[:2])
     # Both took a second a step: two steps are left until the answer is needed.
@@ -185,7 +190,7 @@ def test_grace_lets_a_slow_one_in():
 def test_seconds_of_grace_are_those_of_the_formula():
     now = [10.0]
     server, _ = party(DILOCO, quorum(2, grace=0.5), delay=3, clock=lambda: now[0])
-    (held,) = server._held
+    held: Any = server._held[0]
     zeros = {path: np.zeros_like(x) for path, x in held.center.items()}
     push = oxs.runtime.Push(0, 1, {"contribution": zeros}, met=0, step_seconds=4.0)
     server.push(push._replace(incarnation=server._book.entries[0].incarnation))
@@ -235,8 +240,8 @@ def test_a_merge_is_any_exchange_over_those_that_came():
 
 def test_elastic_workers_meet_the_center_as_it_was():
     rule = oxs.rules.elastic(moving_rate=0.1, rho=0.0)
-    wanted, centers = lockstep(rule, 4, delay=1)
-    server, workers = party(rule, quorum(WORKERS), 4, delay=1)
+    wanted, _ = lockstep(rule, 4, delay=1)
+    _, workers = party(rule, quorum(WORKERS), 4, delay=1)
     for t in range(STEPS):
         stepped(*workers)
         for w, worker in enumerate(workers):
@@ -263,7 +268,11 @@ def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
         stepped(*workers[:2])
         stepped(*alike[:2])
     server.checkpoint()
-    settings = {"num_workers": 3, "communication_period": 2, "meet": quorum(3)}
+    settings: dict[str, Any] = {
+        "num_workers": 3,
+        "communication_period": 2,
+        "meet": quorum(3),
+    }
     back = Server(PARAMS, DILOCO, delay=1, checkpoint_dir=tmp_path, **settings)
     third = Worker(back, PARAMS, INNER, DILOCO, index=2, delay=1, **settings)
     stepped(third)
@@ -287,10 +296,10 @@ def test_a_meeting_that_would_overflow_is_dropped_whole_and_told():
 def test_a_late_code_owes_what_it_owed():
     """What error feedback owes changes with a push that is absorbed, and only then."""
     code = oxs.exchange.error_feedback(oxs.exchange.quantized(4, block=16))
-    server, workers = party(DILOCO, quorum(2), 2, 3, delay=1, exchange=code)
+    _, workers = party(DILOCO, quorum(2), 2, 3, delay=1, exchange=code)
     for _ in range(5):
         stepped(*workers[:2])
-    slow = workers[2]
+    slow: Any = workers[2]
     before = slow._own.codes
     stepped(slow)
     stepped(slow)
