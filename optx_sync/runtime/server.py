@@ -153,8 +153,6 @@ class Server:
         # For each worker's successor: its inner state, and notes of its program.
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
-        # Of each worker the part that it pushed last, for whose answer it may wait.
-        self._waits: list[int] = [0] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
         # Workers whose programs have ended.
@@ -246,26 +244,27 @@ class Server:
             return Pending(lambda: reply)
 
         def wait():
-            while (late := self.wait(push.worker)).waiting:
+            while (late := self.wait(push.worker, part=push.part)).waiting:
                 pass
             return late._replace(staleness=reply.staleness)
 
         def is_there():
             with self._changed:
-                return not self._held[self._waits[push.worker]].is_waiting(push.worker)
+                held = self._held[self.parts.index(push.part)]
+                return not held.is_waiting(push.worker)
 
         return Pending(wait, is_there)
 
-    def wait(self, worker: int, timeout: float = 10.0) -> Reply:
-        """Wait until a worker's last push is answered, `timeout` seconds at most."""
+    def wait(self, worker: int, timeout: float = 10.0, part: int = 0) -> Reply:
+        """Wait for the answer to a worker's push of a part, `timeout` seconds at most."""
+        place = self.parts.index(part)
         with self._changed:
-            self._wait_for(worker, timeout)
-            part = self._waits[worker]
-            number = self._book.entries[worker].places[part].round
-            return self._held[part].reply_again(worker)._replace(round=number)
+            self._wait_for(worker, place, timeout)
+            number = self._book.entries[worker].places[place].round
+            return self._held[place].reply_again(worker)._replace(round=number)
 
-    def _wait_for(self, worker: int, seconds: float) -> None:
-        held = self._held[self._waits[worker]]
+    def _wait_for(self, worker: int, place: int, seconds: float) -> None:
+        held = self._held[place]
         self._wait(held, lambda: held.is_waiting(worker), seconds)
 
     def asked(self, worker: int, part: int, met: int, seconds: float = 0.0) -> bool:
@@ -361,7 +360,7 @@ class Server:
         with self._changed:
             self._check_start()
             if isinstance(request, protocol.Stay) and request.kind == "token":
-                self._wait_for(request.worker, TOKEN_SECONDS)
+                self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
                 return self._handle(request, push)
             finally:
@@ -400,8 +399,7 @@ class Server:
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
             case protocol.Stay():
-                part = self._waits[worker]
-                reply = self._held[part].reply_again(worker)
+                reply, part = self._held[request.part].reply_again(worker), request.part
             case protocol.Send():
                 self._note("retry", worker, push=push)
                 reply, part = self._held[request.part].reply_again(worker), request.part
@@ -446,7 +444,6 @@ class Server:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
         held.release(self._left)
-        self._waits[worker] = request.part
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
         if push.state:  # A copy: the message is overwritten.

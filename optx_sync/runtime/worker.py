@@ -165,6 +165,7 @@ class Worker:
         self.used: bool = True
         self.staleness: int = 0
         self.lost: int = 0
+        self._flushed: int = 0  # the step at which it was flushed last
         self._seconds: float = 0.0
         self._untold: int = 0
         joined = self.pull()
@@ -234,6 +235,7 @@ class Worker:
         """
         with self._whole():
             self._land(wait=not self._shared)
+        self._flushed = self.local_step
         for turn in self.layout.turns:
             waits = self._sent.answers if self._sent else {}
             parts = tuple(part for part in turn if part not in waits)
@@ -251,7 +253,8 @@ class Worker:
     @property
     def unpushed(self) -> int:
         """The steps since the last round of the part that has waited longest."""
-        return max(self._own.ages)
+        # What follows a push until its answer is taken is gone in every round.
+        return 0 if self._flushed == self.local_step else max(self._own.ages)
 
     @property
     def rounds(self) -> int:
@@ -333,10 +336,8 @@ class Worker:
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
         if self._sent is not None:
-            answers, tokens = (
-                {**self._sent.answers, **answers},
-                self._sent.tokens | tokens,
-            )
+            answers = self._sent.answers | answers
+            tokens = self._sent.tokens | tokens
         self._sent = _Sent(answers, tokens, begin)
 
     def _land(self, wait: bool = True) -> None:
@@ -360,7 +361,7 @@ class Worker:
             self.staleness, self.used = reply.staleness, reply.used
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
-            self._own.land(part, reply.arrays, self._place)
+            self._own.land(part, reply, self._place)
         if not answers:
             self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:

@@ -4,7 +4,7 @@ The laws: K = M at equal speeds is lockstep; `quorum(1)` is `one()` to the bit; 
 that never answers leaves no trace; what is late is dropped, and told.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def party(rule, meet, period=8, workers=WORKERS, **options):
     server = Server(PARAMS, rule, **settings, **options, **kept)
     if clock is not None:
         for held in server._held:
-            held.clock = clock
+            cast(Any, held).clock = clock
     return server, [
         Worker(server, PARAMS, INNER, rule, index=w, **settings, **options)
         for w in range(workers)
@@ -182,9 +182,10 @@ def test_grace_lets_a_slow_one_in():
         stepped(*workers[:2])
     assert server.global_step == 1
     held.closes = 3.0
-    assert not workers[0]._sent.answers[0].is_there()
+    sent: Any = workers[0]._sent
+    assert not sent.answers[0].is_there()
     now[0] = 3.0
-    assert workers[0]._sent.answers[0].is_there() and server.global_step == 2
+    assert sent.answers[0].is_there() and server.global_step == 2
 
 
 def test_seconds_of_grace_are_those_of_the_formula():
@@ -300,7 +301,7 @@ def test_a_late_code_owes_what_it_owed():
     for _ in range(5):
         stepped(*workers[:2])
     slow: Any = workers[2]
-    before = slow._own.codes
+    before = list(slow._own.codes)
     stepped(slow)
     stepped(slow)
     assert not slow.used

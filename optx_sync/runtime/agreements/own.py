@@ -14,7 +14,7 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, tree_of
 from optx_sync.runtime.agreements.saved import like, numbered
-from optx_sync.runtime.messages import Arrays
+from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.runtime.parts import Layout
 from optx_sync.trees import Tree
 
@@ -175,17 +175,17 @@ class OfCenter:
         both = jax.tree.map(jnp.add, pick(self.accumulated, part), pick(summed, part))
         self.accumulated = put(self.accumulated, part, both)
 
-    def land(
-        self, part: int, replied: dict[str, Arrays], place: contract.Place
-    ) -> None:
-        """Take the reply."""
+    def land(self, part: int, reply: Reply, place: contract.Place) -> None:
+        """Take the reply. What a code owes changes with a push that was used."""
         like = self.layout.pick(self.like, part)
-        age, _, self.codes[part] = self.sent.pop(part)
+        age, _, codes = self.sent.pop(part)
+        if reply.used:
+            self.codes[part] = codes
         params, taken = self._take(
             part,
             self.params,
             self.taken,
-            {name: tree_of(arrays, like) for name, arrays in replied.items()},
+            {name: tree_of(arrays, like) for name, arrays in reply.arrays.items()},
             jnp.int32(age),
         )
         self.params, self.taken = place(params), place(taken)

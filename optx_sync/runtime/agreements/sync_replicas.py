@@ -321,11 +321,9 @@ class OfUpdates:
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
 
-    def land(
-        self, part: int, replied: dict[str, Arrays], place: contract.Place
-    ) -> None:
+    def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
-        self.params = place(tree_of(replied["params"], self.like))
+        self.params = place(tree_of(reply.arrays["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
