@@ -195,15 +195,20 @@ class Worker:
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
+        # Both are the program's own: an error in them changes nothing.
+        due = self._own.is_due(self.local_step)
+        said = self._said(what_to_show) if due else None
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
-            due = self._own.step(grads, self.local_step - 1)
+            at_once = said is not None and self._sent is None
+            self._own.step(grads, self._turn if at_once else ())
             if self._sent is not None and (due or self._own.steps >= self._delay):
                 self._land()
-        if due:
-            turns = self.layout.turns
-            self._exchange(turns[self.rounds % len(turns)], what_to_show, self._delay)
+            if said is not None:
+                self._set_out(self._turn, *said)
+                if not self._delay:
+                    self._land()
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -216,7 +221,9 @@ class Worker:
                 self._land()
         for turn in self.layout.turns:
             if any(self._own.ages[part] for part in turn):
-                self._exchange(turn, {})
+                with self._whole():
+                    self._set_out(turn, *self._said({}))
+                    self._land()
 
     @property
     def unpushed(self) -> int:
@@ -256,22 +263,19 @@ class Worker:
             raise
         self._torn = False
 
-    def _exchange(
-        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], delay: int = 0
-    ) -> None:
-        # Both are the program's own: an error in them changes nothing.
-        numbers = {name: float(value) for name, value in shown.items()}
-        place = json.dumps(self.place)
-        with self._whole():
-            self._set_out(parts, numbers, place)
-            if not delay:
-                self._land()
+    @property
+    def _turn(self) -> tuple[int, ...]:
+        """The parts that are exchanged next."""
+        return self.layout.turns[self.rounds % len(self.layout.turns)]
+
+    def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
+        return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
 
     def _set_out(
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = time.perf_counter()
-        outgoing = {part: self._own.outgoing(part) for part in parts}
+        outgoing = self._own.outgoing(parts)
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
