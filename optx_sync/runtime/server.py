@@ -256,7 +256,7 @@ class Server:
         return Pending(wait, is_there)
 
     def wait(self, worker: int, timeout: float = 10.0, part: int = 0) -> Reply:
-        """Wait for the answer to a worker's push of a part, `timeout` seconds at most."""
+        """Wait `timeout` seconds at most for the answer to a push of a part."""
         place = self.parts.index(part)
         with self._changed:
             self._wait_for(worker, place, timeout)

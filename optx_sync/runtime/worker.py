@@ -201,29 +201,20 @@ class Worker:
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
+        # Both are the program's own: an error in them changes nothing.
+        due = self._own.is_due(self.local_step) or self._is_asked()
+        said = self._said(what_to_show) if due else None
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
-            due = self._own.step(grads, self.local_step - 1)
+            at_once = said is not None and self._sent is None
+            self._own.step(grads, self._turn if at_once else ())
             if self._own.steps >= self._delay or (due and not self._shared):
                 self._land(wait=not self._shared)
-        turn = self._turn()
-        if self._sent is None and (due or self._is_asked(turn)):
-            self._exchange(turn, what_to_show, wait=not self._delay)
-
-    def _turn(self) -> tuple[int, ...]:
-        """The parts that meet next."""
-        turns = self.layout.turns
-        if not self._shared:
-            return turns[self.rounds % len(turns)]
-        # Where one has missed meetings, the parts that others meet next.
-        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
-
-    def _is_asked(self, turn: tuple[int, ...]) -> bool:
-        if not self._shared:
-            return False
-        ask = self.connection.asked
-        return any(ask(self.index, part, self._steps[part]) for part in turn)
+            if said is not None and self._sent is None:
+                self._set_out(self._turn, *said)
+                if not self._delay:
+                    self._land()
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -240,7 +231,9 @@ class Worker:
             waits = self._sent.answers if self._sent else {}
             parts = tuple(part for part in turn if part not in waits)
             if any(self._own.ages[part] for part in parts):
-                self._exchange(parts, {}, wait=not self._shared)
+                with self._whole():
+                    self._set_out(parts, *self._said({}))
+                    self._land(wait=not self._shared)
         if self._sent is not None:
             for answer in self._sent.answers.values():
                 answer.hand_in()
@@ -289,24 +282,32 @@ class Worker:
             raise
         self._torn = False
 
-    def _exchange(
-        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], wait: bool
-    ) -> None:
-        # Both are the program's own: an error in them changes nothing.
-        numbers = {name: float(value) for name, value in shown.items()}
-        place = json.dumps(self.place)
-        with self._whole():
-            self._set_out(parts, numbers, place)
-            if wait:
-                self._land()
+    @property
+    def _turn(self) -> tuple[int, ...]:
+        """The parts that are exchanged next."""
+        turns = self.layout.turns
+        if not self._shared:
+            return turns[self.rounds % len(turns)]
+        # Where one has missed meetings, the parts that others meet next.
+        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+
+    def _is_asked(self) -> bool:
+        """Whether others have opened a meeting of the next parts, or met without it."""
+        if self._sent is not None or not self._shared:
+            return False
+        ask, met = self.connection.asked, self._steps
+        return any(ask(self.index, part, met[part]) for part in self._turn)
+
+    def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
+        return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
 
     def _set_out(
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = time.perf_counter()
-        pace = (begin - self._paced) / max(self._own.steps, 1)
-        self._paced: float = begin
-        outgoing = {part: self._own.outgoing(part) for part in parts}
+        pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
+        self._paced = self.local_step, begin
+        outgoing = self._own.outgoing(parts)
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
@@ -382,8 +383,9 @@ class Worker:
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
         self._torn: bool = True
-        self._paced = time.perf_counter()
         joined = self.connection.join(self.index)
+        # When it pushed last: the step, and the time.
+        self._paced: tuple[int, float] = joined.local_step, time.perf_counter()
         self._sent: _Sent | None = None
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
         self._steps: dict[int, int] = {

@@ -177,7 +177,7 @@ def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_pa
             before = alive.center()["w"]
             again = start(keep_state)
             assert again.place == {"epoch": 1, "batch": 2} and again.local_step == 3
-            again._own.step(DOWN, 3)
+            again._own.step(DOWN, ())
             np.testing.assert_array_equal(again.params["w"] - before, added)
     with pytest.raises(ValueError, match="the state of another optimizer"):
         start(1, optax.adam(1.0))

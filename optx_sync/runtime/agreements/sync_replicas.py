@@ -27,7 +27,8 @@ from optx_sync.replicas.tokens import (
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, copied, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, copied
+from optx_sync.runtime.agreements.memory import Received
 from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import (
     Notes,
@@ -289,12 +290,13 @@ class OfUpdates:
 
     def __init__(self, shapes: Tree):
         self.like: Tree = shapes
+        self.received: Received = Received()
         self.steps: int = 0
         self.ages: list[int] = [0]
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the parameters."""
-        self.params = place(tree_of(parts[0], self.like))
+        self.params = place(self.received.tree(parts[0], self.like))
 
     def place(self, place: contract.Place) -> None:
         """Lay them out over devices."""
@@ -307,23 +309,26 @@ class OfUpdates:
     def go_on(self, state: Arrays) -> None:
         """No state to continue with."""
 
-    def step(self, grads: Tree, step: int) -> bool:
-        """Keep the gradient; every step is due."""
-        self.grads = grads
-        self.ages = [1]
+    def is_due(self, step: int) -> bool:
+        """Every step is due."""
         return True
 
-    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
+    def step(self, grads: Tree, parts: tuple[int, ...]) -> None:
+        """Keep the gradient."""
+        self.grads = grads
+        self.ages = [1]
+
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, tuple[dict, int]]:
         """The gradient to push."""
         self.ages = [0]
-        return {"grads": arrays_of(self.grads)}, 1
+        return {0: ({"grads": arrays_of(self.grads)}, 1)}
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
-        self.params = place(tree_of(reply.arrays["params"], self.like))
+        self.params = place(self.received.tree(reply.arrays["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:

@@ -70,7 +70,7 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
 
     def work_of(shapes, inner, layout):
         between = steps_between(period, len(layout.turns), delay)
-        return OfCenter(shapes, inner, layout, terms, keeping, between)
+        return OfCenter(shapes, inner, layout, terms, keeping, between, delay)
 
     return Way(
         serve=serve,
