@@ -7,6 +7,7 @@ calls of Ray. Ray is imported when something here is called, not before.
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
@@ -104,7 +105,7 @@ def start_servers(
             "replay=True has no use with SyncReplicas: a gradient that is sent again "
             "was computed after the update that it would be for. Leave it out."
         )
-    layout = lay_out(shapes, way.fragments, num_servers)
+    lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
     options = {
@@ -126,20 +127,16 @@ def start_servers(
         if checkpoint_dir is not None:
             given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
         actor = ray.remote(ServerActor).options(**options)
-        # Shapes, not arrays: an actor's arguments are kept for its restarts.
+        # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
     connection = RayConnection(
         servers, shapes, way.fragments, kept, checkpoint_dir is not None
     )
-    parts = {part: layout.pick(params, part) for part in range(len(layout.owners))}
-    parts = jax.tree.map(np.asarray, parts)
+    values = ray.put(jax.tree.map(np.asarray, params))
     try:
-        # Raises what the servers' construction raised.
-        connection.call(
-            "begin", lambda k: ({part: parts[part] for part in layout.of_server(k)},)
-        )
+        connection.of_all(lambda server: server.begin.remote(values))
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -305,7 +302,7 @@ class RayConnection:
 
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
-        self.call("leave", lambda _: (worker,))
+        self.call("leave", worker)
 
     def center(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`."""
@@ -387,16 +384,18 @@ class RayConnection:
                 f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
             ) from error
 
-    def call(
-        self, name: str, arguments: Callable[[int], tuple] = lambda _: ()
-    ) -> list[Any]:
-        """All servers' answers to a call; a server that died is asked again."""
+    def call(self, name: str, *arguments: object) -> list[Any]:
+        """What a method of `Server` returns, from all servers."""
+        return self.of_all(lambda server: server.call.remote(name, *arguments))
+
+    def of_all(self, ask: Callable[[Any], Any]) -> list[Any]:
+        """All servers' answers; a server that died is asked again."""
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         answers = {}
         while len(answers) < len(self.servers):
             asked = {
-                number: server.call.remote(name, *arguments(number))
+                number: ask(server)
                 for number, server in enumerate(self.servers)
                 if number not in answers
             }
@@ -414,17 +413,28 @@ class ServerActor:
 
     def __init__(self, shapes: Tree, agreement: Agreement, settings: dict[str, Any]):
         jax.config.update("jax_platforms", "cpu")
-        self._server: Server | None = None
-        self._error: Exception | None = None
+        self._made: Any = functools.partial(Server, agreement=agreement, **settings)
         self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
         # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
+        self._start(shapes)  # One that died comes back before anybody asks.
+
+    def _start(self, params: Tree) -> None:
+        self._server: Server | None = None
+        self._error: Exception | None = None
         try:
-            self._server = Server(shapes, agreement, **settings)
+            self._server = self._made(params)
         except Exception as error:
-            # The first call raises it: Ray would restart an actor that dies here.
+            # Calls return it: Ray would restart an actor that dies here.
             self._error = error
+
+    def begin(self, params: Tree) -> Exception | None:
+        """Start from the parameters, where no checkpoint has been found."""
+        if self._server is None:
+            self._start(params)
+            return self._error
+        return self.call("check_writable")
 
     def pid(self) -> int | Exception:
         """The process's number, or the error at its start."""

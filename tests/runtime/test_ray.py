@@ -586,13 +586,22 @@ print("center", center["w"].tolist())
     assert "has joined" in done.stderr  # There is no terminal: the log says it.
 
 
-def test_server_without_checkpoints_takes_the_center_along():
+@pytest.mark.parametrize("saves", [False, True])
+def test_server_without_checkpoints_takes_the_center_along(tmp_path, saves):
+    """Also one whose checkpoints are gone: it does not begin from the parameters."""
+
     def train(worker):
+        if saves:
+            shutil.rmtree(tmp_path / "server_0")
         os.kill(ray.get(worker.connection.servers[0].pid.remote()), signal.SIGKILL)
         worker.step(DOWN)
 
-    with pytest.raises(RuntimeError, match="Pass checkpoint_dir"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, communication_period=1)
+    message = "holds no checkpoint any more" if saves else "Pass checkpoint_dir"
+    with pytest.raises(RuntimeError, match=message):
+        runtime.run(
+            train, PARAMS, ONE, COUNT, num_workers=1, communication_period=1,
+            checkpoint_dir=tmp_path if saves else None,
+        )  # fmt: skip
 
 
 def test_bad_settings_are_refused_before_a_process_starts(tmp_path):

@@ -87,11 +87,7 @@ def servers_of(number, workers=1, **settings):
     actors = [
         ServerActor(PARAMS, COUNT, {**settings, "number": k}) for k in range(number)
     ]
-    connection = RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, True)
-    parts = {part: connection.layout.pick(PARAMS, part) for part in range(number)}
-    for number, actor in enumerate(actors):
-        actor.call("begin", {part: parts[part] for part in (number,)})
-    return connection
+    return RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, True)
 
 
 def supervisor_of(ray, connection, workers=1, **limits):
