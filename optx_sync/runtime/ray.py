@@ -2,6 +2,7 @@
 """Asynchronous training on Ray: start servers and workers, replace those that die."""
 
 import contextlib
+import math
 import os
 import pathlib
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optax
@@ -79,6 +80,7 @@ def run(
     max_failures: int = 0,
     worker_timeout: float | None = None,
     total_steps: int | None = None,
+    resources_per_worker: Mapping[str, float] | None = None,
 ) -> tuple[Tree, History]:
     """Asynchronous training with fault tolerance, on Ray: workers that wait for nobody.
 
@@ -126,6 +128,9 @@ def run(
         worker_timeout: A worker that no server has heard from for so many seconds is
             killed and replaced. `None`: no limit.
         total_steps: The steps of each worker, for the display.
+        resources_per_worker: What each takes of the cluster, as Ray names it:
+            `{"CPU": 4, "GPU": 1}`. What is left out: one CPU, nothing else. A worker
+            for which there is no place yet joins later; the log says what is missing.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -148,7 +153,9 @@ def run(
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
-    limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
+    limits = _checked(
+        _Limits(max_failures, worker_timeout, total_steps, resources_per_worker)
+    )
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
     turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
@@ -157,17 +164,9 @@ def run(
         raise TypeError(
             f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
         )
-    ray = import_ray()
-    started = not ray.is_initialized()
-    if started:
-        _start_ray(ray, address, num_workers)
-    elif address is not None:
-        raise ValueError(
-            f"Ray runs in this program already, so address={address!r} would have no "
-            "effect. Leave it out, or call ray.shutdown() first."
-        )
-    connection = None
-    try:
+    with contextlib.ExitStack() as ends:
+        cpus = math.ceil(num_workers * limits.needs["CPU"])
+        ray = ends.enter_context(_running_ray(address, cpus))
         connection = start_servers(
             params,
             agreement,
@@ -179,6 +178,8 @@ def run(
             replay=replay,
             **settings.served(),
         )
+        for actor in connection.servers:
+            ends.callback(ray.kill, actor)
         options = {
             **settings._asdict(),
             "num_servers": num_servers,
@@ -187,19 +188,15 @@ def run(
         }
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)
-    finally:
-        for actor in connection.servers if connection else ():
-            ray.kill(actor)
-        if started:
-            ray.shutdown()
 
 
 class _Limits(NamedTuple):
-    """The failures and silences that a run tolerates, and its length."""
+    """What a run tolerates, how long it is, and what each worker takes."""
 
     max_failures: int
     worker_timeout: float | None
     total_steps: int | None
+    needs: Any = None  # of each resource, how much a worker takes
 
 
 def _checked(limits: _Limits) -> _Limits:
@@ -209,7 +206,15 @@ def _checked(limits: _Limits) -> _Limits:
     if limits.worker_timeout is not None:
         mend = "Pass seconds, or None."
         interval("[0.001, inf]", mend, worker_timeout=limits.worker_timeout)
-    return limits
+    if not isinstance(limits.needs, Mapping | None):
+        raise TypeError(
+            "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
+            f"{brief(limits.needs)}."
+        )
+    needs = {"CPU": 1.0, **(limits.needs or {})}
+    named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
+    interval("[0, inf)", "Pass how much of it each worker takes.", **named)
+    return limits._replace(needs=needs)
 
 
 def _supervised(
@@ -256,21 +261,33 @@ def _sigterm_as_sigint() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
+@contextlib.contextmanager
+def _running_ray(address: str | None, cpus: int) -> Iterator[Any]:
+    """Ray, which is stopped again if it was started here."""
+    ray = import_ray()
+    if ray.is_initialized():
+        if address is not None:
+            raise ValueError(
+                f"Ray runs in this program already, so address={address!r} would have "
+                "no effect. Leave it out, or call ray.shutdown() first."
+            )
+        yield ray
+        return
+    here = {"num_cpus": max(os.cpu_count() or 1, cpus), "include_dashboard": False}
     with warnings.catch_warnings():
         # JAX warns of a fork; Ray runs another program in it at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-        if address is not None:
-            ray.init(address=address)
-            return
-        cpus = max(os.cpu_count() or 1, num_workers)
         try:
-            ray.init(num_cpus=cpus, include_dashboard=False)
+            ray.init(**(here if address is None else {"address": address}))
         except ValueError as error:
             # The environment names a cluster, as that of a submitted job does.
             if "existing cluster" not in str(error):
                 raise
             ray.init()
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
@@ -316,10 +333,10 @@ class _Supervisor:
             worker_fn=worker_fn, inner=inner, agreement=agreement, **options
         ):
             self.start = ray.put(start)
-        self.places: Any = None  # a placement group
-        self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
         self.running: dict[object, int] = {}
+        self.placing: dict[int, Any] = {}  # workers without a process yet
+        self.placing_said = time.monotonic()
         self.later: dict[int, float] = {}  # the time to start a worker again
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
@@ -330,7 +347,12 @@ class _Supervisor:
         self.joins = [0] * num_workers  # joins before it was started
 
     def supervise(self) -> None:
-        self._reserve()
+        gpus = self.ray.cluster_resources().get("GPU")
+        if gpus and "GPU" not in self.limits.needs:
+            log.warning(
+                "The cluster has %g GPUs, and the workers train on CPUs. Pass "
+                "resources_per_worker={'GPU': 1}, or 0 to have it so.", gpus,
+            )  # fmt: skip
         for index in range(self.num_workers):
             self._launch(index)
         while self.running or self.later:
@@ -342,6 +364,7 @@ class _Supervisor:
             self._tell_who_left()
             for reference in done:
                 self._over(self.running.pop(reference), reference)
+            self._see_who_has_a_place()
             self._kill_who_hangs()
             for index, when in list(self.later.items()):
                 if time.monotonic() >= when:
@@ -355,56 +378,36 @@ class _Supervisor:
     def stop(self) -> None:
         while self.actors:
             self.ray.kill(self.actors.popitem()[1])
-        if self.places is not None:
-            from ray.util import remove_placement_group
 
-            remove_placement_group(self.places)
-            self.places = None
-
-    def _reserve(self) -> None:
-        """Reserve resources for each worker, kept while it is replaced."""
-        from ray.util import placement_group, remove_placement_group
-
-        smaller, said = 1.0, False
-        while True:
-            self.share = _share(self.ray, self.num_workers, smaller)
-            cpus, gpus = self.share
-            bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-            self.places = placement_group([bundle] * self.num_workers)
-            ready, _ = self.ray.wait([self.places.ready()], timeout=SILENCE_SECONDS)
-            if ready:
-                if said:
-                    log.warning("The workers have places, of %g CPUs each.", cpus)
-                return
-            remove_placement_group(self.places)
-            self.places, said = None, True
-            free = self.ray.available_resources()
+    def _see_who_has_a_place(self) -> None:
+        """A worker's silence counts from when it has one; say who waits for it."""
+        for index, reference in list(self.placing.items()):
+            if self.ray.wait([reference], timeout=0)[0]:
+                del self.placing[index]
+                self.events.launched(index)
+        if not self.placing:
+            self.placing_said = time.monotonic()
+        elif time.monotonic() - self.placing_said > SILENCE_SECONDS:
+            self.placing_said = time.monotonic()
+            has, free = self.ray.cluster_resources(), self.ray.available_resources()
             log.warning(
-                "The run waits for places: %d workers need %g CPUs and %d GPUs each. "
-                "The cluster has %g CPUs and %g GPUs, of which %g and %g are free.",
-                self.num_workers, cpus, gpus,
-                self.ray.cluster_resources().get("CPU", 0),
-                self.ray.cluster_resources().get("GPU", 0),
-                free.get("CPU", 0), free.get("GPU", 0),
-            )  # fmt: skip
-            # Free resources may lie on nodes that are too small.
-            smaller = max(smaller / 2, 1 / 16)
+                "The run waits for places for workers %s: each needs %s.",
+                ", ".join(map(str, sorted(self.placing))),
+                ", ".join(
+                    f"{number:g} {name} ({free.get(name, 0):g} of "
+                    f"{has.get(name, 0):g} are free)"
+                    for name, number in self.limits.needs.items()
+                ),
+            )
 
     def _launch(self, index: int) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        cpus, gpus = self.share
-        place = PlacementGroupSchedulingStrategy(
-            self.places, placement_group_bundle_index=index
+        needs = {**self.limits.needs}
+        takes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
+        actor = self.ray.remote(WorkerActor).options(
+            **RESTARTABLE, **takes, resources=needs
         )
-        actor = (
-            self.ray.remote(WorkerActor)
-            .options(
-                **RESTARTABLE, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place
-            )
-            .remote()
-        )
-        self.actors[index] = actor
+        self.actors[index] = actor = actor.remote()
+        self.placing[index] = actor.is_here.remote()
         self.joins[index] = self.events.seen.counts["join", index]
         self.events.launched(index)
         self.running[actor.run.remote(index, self.start)] = index
@@ -469,7 +472,8 @@ class _Supervisor:
             return
         for index in self.running.values():
             seconds = self.events.silence_of(index)
-            if seconds > limit and index not in self.hung:
+            waits = index in self.placing or index in self.hung
+            if seconds > limit and not waits:
                 self.hung[index] = (
                     f"It was killed: no server heard of it for {limit:g} s."
                 )
@@ -490,26 +494,6 @@ class _Supervisor:
         waiting += self.events.silent_servers()
         log.warning("The run waits for %s.", "; ".join(waiting))
         self.events.heard = time.monotonic()
-
-
-def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
-    """The CPUs and GPUs of each worker, such that the nodes can hold all of them."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    free = ray.available_resources().get("CPU", 0.0)
-    cpus = [node.get("CPU", 0.0) for node in nodes]
-    # An equal share of the nodes, and of what is free now.
-    parts = [c / k for c in cpus if c for k in range(1, num_workers + 1)]
-    fits = [p for p in parts if sum(c // p for c in cpus) >= num_workers]
-    share = min(1.0, max(fits, default=1.0))
-    if free > 0:
-        share = min(share, free / num_workers)
-    gpus = [int(node.get("GPU", 0)) for node in nodes]
-    most = max(gpus, default=0)
-    of_each = [
-        g for g in range(1, most + 1) if sum(n // g for n in gpus) >= num_workers
-    ]
-    # Ray takes fractions in steps of 1/10000.
-    return max(int(1e4 * share * smaller), 1) / 1e4, max(of_each, default=0)
 
 
 # What is said of a worker that has not pushed, by its state.

@@ -429,7 +429,7 @@ class ServerActor:
             # Calls return it: Ray would restart an actor that dies here.
             self._error = error
 
-    def begin(self, params: Tree) -> Exception | None:
+    def begin(self, params: Tree) -> object:
         """Start from the parameters, where no checkpoint has been found."""
         if self._server is None:
             self._start(params)
@@ -482,6 +482,9 @@ class ServerActor:
 
 class WorkerActor:
     """The process in which `worker_fn` runs."""
+
+    def is_here(self) -> None:
+        """Answered once there is a process."""
 
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """Run it: "done", "refused" or "error", and the details."""

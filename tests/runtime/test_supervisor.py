@@ -67,6 +67,12 @@ class RayHere:
     def get(self, ref):
         return ref.value
 
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
+    def available_resources(self):
+        return {"CPU": 0.5}
+
     def wait(self, refs, num_returns=1, timeout=0.0):
         return [ref for ref in refs if ref.done], [ref for ref in refs if not ref.done]
 
@@ -94,7 +100,8 @@ def supervisor_of(ray, connection, workers=1, **limits):
     display: Any = types.SimpleNamespace(show=lambda *_: None)
     events = on_ray._Events(connection, display)
     limits = on_ray._Limits(
-        **{"max_failures": 0, "worker_timeout": None} | limits, total_steps=None
+        **{"max_failures": 0, "worker_timeout": None, "needs": {}} | limits,
+        total_steps=None,
     )
     supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
     supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
@@ -214,6 +221,29 @@ def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
     monkeypatch.setattr(Handle, "ask", lambda *_: Ref())
     supervisor._launch(0)
     assert asked["max_restarts"] and asked["max_task_retries"] == 0
+
+
+def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
+    ray, monkeypatch, caplog
+):
+    monkeypatch.setattr(on_ray, "SILENCE_SECONDS", -1.0)
+    needs = {"CPU": 1.0, "GPU": 0.5}
+    limits = {"needs": needs, "worker_timeout": -1.0}
+    supervisor, events = supervisor_of(ray, servers_of(1), **limits)
+    supervisor.running = {"reference": 0}
+    supervisor.placing = {0: Ref()}
+    events.launched(0)
+    supervisor._see_who_has_a_place()
+    supervisor._kill_who_hangs()
+    assert caplog.messages == [
+        "The run waits for places for workers 0: each needs 1 CPU (0.5 of 2 are free), "
+        "0.5 GPU (0 of 0 are free)."
+    ]
+    assert not ray.killed
+    supervisor.placing[0].done = True
+    supervisor._see_who_has_a_place()
+    supervisor._kill_who_hangs()
+    assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]
 
 
 def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
