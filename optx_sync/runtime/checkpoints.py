@@ -115,6 +115,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if "://" not in str(self.folder):
                 self._lock = Lock.of(pathlib.Path(str(self.folder)))
+                self._sweep()
 
     def check_writable(self) -> None:
         """Refuse to begin a run that cannot save.

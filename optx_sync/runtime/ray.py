@@ -6,8 +6,10 @@ import math
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -242,9 +244,8 @@ def _supervised(
             raise
         finally:
             supervisor.stop()
-            log.info(
-                "The run %s: %s", ended, events.seen.closing(time.monotonic() - begin)
-            )
+            seconds, where = time.monotonic() - begin, connection.saved_in
+            log.info("The run %s: %s", ended, events.seen.closing(seconds, where))
 
 
 @contextlib.contextmanager
@@ -422,7 +423,8 @@ class _Supervisor:
             how, what = "error", raised.as_instanceof_cause()
         except self.ray.exceptions.RayError as raised:
             # Raised for dead actors, those killed for memory, and those out of reach.
-            how, what, error = "died", self.hung.pop(index, str(raised)), raised
+            what = _WHY.get(type(raised).__name__, "its process is gone")
+            how, what, error = "died", self.hung.pop(index, what), raised
         # Kill it before another one starts: it may be alive, and it holds its CPU.
         self.ray.kill(self.actors.pop(index))
         if how == "error":
@@ -432,6 +434,7 @@ class _Supervisor:
             error = what
             what = f"{type(error).__name__}: {error} (failure {self.failures} of "
             what += f"{self.limits.max_failures} that the run bears)"
+        what = what if error is None else f"{what}; more in {_filed(error)}"
         if how == "done":
             self.returned.add(index)
             if what:
@@ -463,7 +466,7 @@ class _Supervisor:
             raise RuntimeError(
                 f"Worker {index} died {self.deaths[index]} times without a round "
                 f"between; the last time because: {what}"
-            ) from error
+            ) from (error if how == "error" else None)
         self._launch(index)
 
     def _kill_who_hangs(self) -> None:
@@ -496,6 +499,21 @@ class _Supervisor:
         self.events.heard = time.monotonic()
 
 
+# What Ray's errors mean; others are those of processes that are gone.
+_WHY = {
+    "OutOfMemoryError": "Ray killed it, since memory was short",
+    "ActorUnschedulableError": "there is no place for it",
+}
+
+
+def _filed(error: BaseException) -> str:
+    """Put an error, at length as Ray tells it, into a file, whose name is returned."""
+    path = pathlib.Path(tempfile.gettempdir(), f"optx_sync_{os.getpid()}.log")
+    with contextlib.suppress(OSError), path.open("a") as file:
+        file.write(f"{time.ctime()}\n{''.join(traceback.format_exception(error))}\n")
+    return str(path)
+
+
 # What is said of a worker that has not pushed, by its state.
 _IS = {
     "starting": "is starting",
@@ -518,6 +536,7 @@ class _Events:
         self.places = [("", 0) for _ in self._servers]
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
+        self._down: set[int] = set()  # servers that are being restarted
         self._steps: dict[int, int] = {}  # of each server
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
         # Of each server, the seconds in which it listened: those in which it owed an
@@ -553,10 +572,15 @@ class _Events:
             except ray.exceptions.ActorDiedError as error:
                 raise RuntimeError(
                     "A server died, and does not come back. Pass checkpoint_dir, so "
-                    "that it can."
-                ) from error
-            except ray.exceptions.RayError:
-                continue  # It is being restarted.
+                    f"that it can. More in {_filed(error)}"
+                ) from None
+            except ray.exceptions.RayError as error:
+                if number not in self._down:
+                    self._down.add(number)
+                    said = "server %d died, and Ray starts it again; more in %s"
+                    log.warning(said, number, _filed(error))
+                continue
+            self._down.discard(number)
             if isinstance(found, Exception):
                 raise found
             boot, events, requests = found

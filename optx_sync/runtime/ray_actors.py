@@ -131,9 +131,8 @@ def start_servers(
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
-    connection = RayConnection(
-        servers, shapes, way.fragments, kept, checkpoint_dir is not None
-    )
+    saved_in = None if checkpoint_dir is None else str(checkpoint_dir)
+    connection = RayConnection(servers, shapes, way.fragments, kept, saved_in)
     values = ray.put(jax.tree.map(np.asarray, params))
     try:
         connection.of_all(lambda server: server.begin.remote(values))
@@ -181,13 +180,13 @@ class RayConnection:
         shapes: Tree,
         fragments: Fragments,
         replay: int,
-        comes_back: bool,
+        saved_in: str | None,
     ):
         self.servers = servers
         self._shapes = shapes
         self._fragments = fragments
         self._replay = replay
-        self._comes_back = comes_back
+        self.saved_in = saved_in
         # Of this process, by worker and server: the workers' sides of the protocol, and
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
@@ -197,7 +196,7 @@ class RayConnection:
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
         given = self.servers, self._shapes, self._fragments, self._replay
-        return RayConnection, (*given, self._comes_back)
+        return RayConnection, (*given, self.saved_in)
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
@@ -374,10 +373,10 @@ class RayConnection:
     def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
         """Raise if a server is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
-            hint = "" if self._comes_back else " Pass checkpoint_dir, so that it can."
+            hint = "" if self.saved_in else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
-            ) from error
+            ) from None
         if time.monotonic() > deadline:
             raise RuntimeError(
                 "A server died and did not come back within "
@@ -547,6 +546,8 @@ def _raised(answer: Any) -> Any:
 
 def import_ray() -> Any:
     """Import Ray, or say what to install."""
+    # Of a death the log has one line of ours; Ray's own is in its raylet's log.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError as error:

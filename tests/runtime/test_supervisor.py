@@ -93,7 +93,7 @@ def servers_of(number, workers=1, **settings):
     actors = [
         ServerActor(PARAMS, COUNT, {**settings, "number": k}) for k in range(number)
     ]
-    return RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, True)
+    return RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, "runs/1")
 
 
 def supervisor_of(ray, connection, workers=1, **limits):
@@ -265,7 +265,7 @@ def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
 def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
     """The earlier one finds a newer incarnation at the second server, and gives way."""
     connection = servers_of(2)
-    late, others = RayConnection(connection.servers, PARAMS, 1, 0, True), []
+    late, others = RayConnection(connection.servers, PARAMS, 1, 0, "runs/1"), []
     converse = late._converse
 
     def overtaken(number, client, asked=None):
