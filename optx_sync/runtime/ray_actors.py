@@ -27,7 +27,11 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
+from optx_sync.runtime.checkpoints import (
+    Checkpoints,
+    folders_of_servers,
+    set_aside,
+)
 from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
@@ -125,7 +129,8 @@ def start_servers(
             "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
-            given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
+            below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"
+            given["checkpoint_dir"] = str(below)
         actor = ray.remote(ServerActor).options(**options)
         # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
@@ -157,13 +162,6 @@ def _look_at(folder: str | pathlib.Path, num_servers: int, resume: bool) -> None
             "num_servers that they were saved with, another checkpoint_dir, or "
             "resume=False to start afresh: what is there is put aside."
         )
-
-
-def _below(folder: str | pathlib.Path, name: str) -> str | pathlib.Path:
-    text = str(folder)
-    if "://" in text:
-        return f"{text.rstrip('/')}/{name}"
-    return pathlib.Path(folder).absolute() / name
 
 
 class RayConnection:

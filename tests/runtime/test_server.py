@@ -831,8 +831,8 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.0)
     program = (
-        "import sys, time\nfrom optx_sync.runtime.checkpoints import Lock, pathlib\n"
-        f"lock = Lock.of(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
+        "import sys, time\nfrom optx_sync.runtime.checkpoints import locked, pathlib\n"
+        f"lock = locked(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
         "time.sleep(100)"
     )
     folder.mkdir()
@@ -864,10 +864,10 @@ def test_a_server_whose_disk_can_only_be_read_goes_on_and_no_run_begins_there(
     Server(PARAMS, rule, **settings).push(Push(0, 1, moves()))
     with monkeypatch.context() as patch:
 
-        def of(folder):
+        def locked(folder):
             raise OSError(30, "Read-only file system", str(folder))
 
-        patch.setattr(checkpoints.Lock, "of", of)
+        patch.setattr(checkpoints, "locked", locked)
         again = Server(shapes, rule, **settings)
         again.push(Push(0, 2, moves()))
         assert [e.kind for e in again.events()[1]] == ["restored", "push", "unsaved"]
