@@ -19,10 +19,6 @@ class PushRefused(ValueError):
     """The server refused a push; the center is unchanged."""
 
 
-class NoStart(RuntimeError):
-    """A server has neither a checkpoint nor parameters to start from."""
-
-
 class Push(NamedTuple):
     """A worker's message with its contribution to one part of the parameters."""
 

@@ -7,6 +7,7 @@ calls of Ray. Ray is imported when something here is called, not before.
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
@@ -27,7 +28,11 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
+from optx_sync.runtime.checkpoints import (
+    Checkpoints,
+    folders_of_servers,
+    set_aside,
+)
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
@@ -109,7 +114,7 @@ def start_servers(
             "replay=True has no use with SyncReplicas: a gradient that is sent again "
             "was computed after the update that it would be for. Leave it out."
         )
-    layout = lay_out(shapes, way.fragments, num_servers)
+    lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
     options = {
@@ -129,22 +134,18 @@ def start_servers(
             "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
-            given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
+            below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"
+            given["checkpoint_dir"] = str(below)
         actor = ray.remote(ServerActor).options(**options)
-        # Shapes, not arrays: an actor's arguments are kept for its restarts.
+        # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
-    connection = RayConnection(
-        servers, shapes, way.fragments, kept, checkpoint_dir is not None
-    )
-    parts = {part: layout.pick(params, part) for part in range(len(layout.owners))}
-    parts = jax.tree.map(np.asarray, parts)
+    saved_in = None if checkpoint_dir is None else str(checkpoint_dir)
+    connection = RayConnection(servers, shapes, way.fragments, kept, saved_in)
+    values = ray.put(jax.tree.map(np.asarray, params))
     try:
-        # Raises what the servers' construction raised.
-        connection.call(
-            "begin", lambda k: ({part: parts[part] for part in layout.of_server(k)},)
-        )
+        connection.of_all(lambda server: server.begin.remote(values))
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -168,13 +169,6 @@ def _look_at(folder: str | pathlib.Path, num_servers: int, resume: bool) -> None
         )
 
 
-def _below(folder: str | pathlib.Path, name: str) -> str | pathlib.Path:
-    text = str(folder)
-    if "://" in text:
-        return f"{text.rstrip('/')}/{name}"
-    return pathlib.Path(folder).absolute() / name
-
-
 class RayConnection:
     """A connection from a worker to the servers; any Ray process can receive it.
 
@@ -189,13 +183,13 @@ class RayConnection:
         shapes: Tree,
         fragments: Fragments,
         replay: int,
-        comes_back: bool,
+        saved_in: str | None,
     ):
         self.servers = servers
         self._shapes = shapes
         self._fragments = fragments
         self._replay = replay
-        self._comes_back = comes_back
+        self.saved_in = saved_in
         # Of this process, by worker and server: the workers' sides of the protocol, and
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
@@ -206,7 +200,7 @@ class RayConnection:
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
         given = self.servers, self._shapes, self._fragments, self._replay
-        return RayConnection, (*given, self._comes_back)
+        return RayConnection, (*given, self.saved_in)
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
@@ -316,7 +310,7 @@ class RayConnection:
 
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
-        self.call("leave", lambda _: (worker,))
+        self.call("leave", worker)
 
     def center(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`."""
@@ -361,26 +355,28 @@ class RayConnection:
     def may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
         """Raise if a server is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
-            hint = "" if self._comes_back else " Pass checkpoint_dir, so that it can."
+            hint = "" if self.saved_in else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
-            ) from error
+            ) from None
         if time.monotonic() > deadline:
             raise RuntimeError(
                 "A server died and did not come back within "
                 f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
             ) from error
 
-    def call(
-        self, name: str, arguments: Callable[[int], tuple] = lambda _: ()
-    ) -> list[Any]:
-        """All servers' answers to a call; a server that died is asked again."""
+    def call(self, name: str, *arguments: object) -> list[Any]:
+        """What a method of `Server` returns, from all servers."""
+        return self.of_all(lambda server: server.call.remote(name, *arguments))
+
+    def of_all(self, ask: Callable[[Any], Any]) -> list[Any]:
+        """All servers' answers; a server that died is asked again."""
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         answers = {}
         while len(answers) < len(self.servers):
             asked = {
-                number: server.call.remote(name, *arguments(number))
+                number: ask(server)
                 for number, server in enumerate(self.servers)
                 if number not in answers
             }
@@ -476,17 +472,28 @@ class ServerActor:
 
     def __init__(self, shapes: Tree, agreement: Agreement, settings: dict[str, Any]):
         jax.config.update("jax_platforms", "cpu")
-        self._server: Server | None = None
-        self._error: Exception | None = None
+        self._made: Any = functools.partial(Server, agreement=agreement, **settings)
         self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
         # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
+        self._start(shapes)  # One that died comes back before anybody asks.
+
+    def _start(self, params: Tree) -> None:
+        self._server: Server | None = None
+        self._error: Exception | None = None
         try:
-            self._server = Server(shapes, agreement, **settings)
+            self._server = self._made(params)
         except Exception as error:
-            # The first call raises it: Ray would restart an actor that dies here.
+            # Calls return it: Ray would restart an actor that dies here.
             self._error = error
+
+    def begin(self, params: Tree) -> object:
+        """Start from the parameters, where no checkpoint has been found."""
+        if self._server is None:
+            self._start(params)
+            return self._error
+        return self.call("check_writable")
 
     def pid(self) -> int | Exception:
         """The process's number, or the error at its start."""
@@ -534,6 +541,9 @@ class ServerActor:
 
 class WorkerActor:
     """The process in which `worker_fn` runs."""
+
+    def is_here(self) -> None:
+        """Answered once there is a process."""
 
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """Run it: "done", "refused" or "error", and the details."""
@@ -598,6 +608,8 @@ def _raised(answer: Any) -> Any:
 
 def import_ray() -> Any:
     """Import Ray, or say what to install."""
+    # Of a death the log has one line of ours; Ray's own is in its raylet's log.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError as error:

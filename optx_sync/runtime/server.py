@@ -34,7 +34,6 @@ from optx_sync.runtime.messages import (
     Event,
     Joined,
     JoinedPart,
-    NoStart,
     Pending,
     Push,
     PushRefused,
@@ -67,7 +66,7 @@ class Server:
 
     Args:
         params: The parameters to start from, a tree of floating arrays; or their
-            shapes, for a server that gets them by `begin` or finds a checkpoint.
+            shapes, for a server that comes back and must find a checkpoint.
         agreement: A `CenterRule` or `SyncReplicas`.
         num_workers: N; workers have the numbers 0 to N - 1.
         inner: The optimizer that `SyncReplicas` applies; a rule does not use it here.
@@ -88,10 +87,11 @@ class Server:
         num_servers: The number of servers.
 
     Raises:
+        RuntimeError: Shapes, and no checkpoint.
         TypeError: An agreement, an inner transformation or parameters of a wrong type.
         ValueError: Numbers out of range; a checkpoint of other variables, workers or
             another optimizer; checkpoints none of which can be read; a folder to which
-            another run saves.
+            another run saves, or which cannot be written.
     """
 
     def __init__(
@@ -120,9 +120,6 @@ class Server:
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
-        arrays = not any(
-            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
-        )
         self.layout: Layout = lay_out(params, way.fragments, num_servers)
         if integer("number", number, "The first server has 0.", 0) >= num_servers:
             raise ValueError(
@@ -163,24 +160,26 @@ class Server:
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
         picked = {part: self.layout.pick(params, part) for part in self.parts}
-        if not self._go_on(picked) and arrays:
-            self.begin(picked)
+        comes_back = any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
+        )
+        if not comes_back:
+            self.check_writable()
+        if self._go_on(picked):
+            return
+        if comes_back:
+            raise RuntimeError(
+                "A server died, and the center with it: "
+                f"checkpoint_dir={str(checkpoint_dir)!r} holds no checkpoint any more."
+            )
+        self._held = [self._serve(picked[part]) for part in self.parts]
+        self._save()  # From now on there is a checkpoint to restore.
+        self._note("started", -1)
 
-    def begin(self, parts: dict[int, Tree]) -> None:
-        """Set the parameters to start from, for a server that was made without them.
-
-        Raises:
-            ValueError: It cannot save to `checkpoint_dir`. (One that comes back in the
-                middle of a run goes on without.)
-        """
-        with self._changed:
-            if self._checkpoints is not None:
-                self._checkpoints.check_writable()
-            if self._held:
-                return
-            self._held = [self._serve(parts[part]) for part in self.parts]
-            self._save()  # From now on there is a checkpoint to restore.
-            self._note("started", -1)
+    def check_writable(self) -> None:
+        """Refuse to begin a run that cannot save; one that comes back goes on."""
+        if self._checkpoints is not None:
+            self._checkpoints.check_writable()
 
     # For workers in the same process, and for a single server.
 
@@ -274,7 +273,6 @@ class Server:
         since it took `met` meetings. Waits `seconds` at most until that is so.
         """
         with self._changed:
-            self._check_start()
             self._heard[worker] += 1
             held = self._held[self.parts.index(part)]
             self._wait(held, lambda: not held.asks(worker, met), seconds)
@@ -304,7 +302,6 @@ class Server:
     def center_of_parts(self) -> dict[int, Arrays]:
         """A copy of the center of each part that lives here."""
         with self._changed:
-            self._check_start()
             return {
                 part: {path: np.array(x) for path, x in held.current().items()}
                 for part, held in zip(self.parts, self._held, strict=True)
@@ -313,7 +310,6 @@ class Server:
     def averages(self) -> Tree:
         """The moving averages of `SyncReplicas(variable_averages=)`, or `None`."""
         with self._changed:
-            self._check_start()
             return self._held[0].averages_tree()
 
     @property
@@ -344,7 +340,6 @@ class Server:
             The path of the newest checkpoint; `None` if there is none.
         """
         with self._changed:
-            self._check_start()
             self._save()
             if self._checkpoints is None or not self._book.saved:
                 return None
@@ -358,7 +353,6 @@ class Server:
         `Enter` is answered with a `Joined`; the end of a push or a wait with a `Reply`.
         """
         with self._changed:
-            self._check_start()
             if isinstance(request, protocol.Stay) and request.kind == "token":
                 self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
@@ -459,16 +453,6 @@ class Server:
         number = book.entries[worker].places[request.part].round
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
-
-    def _check_start(self) -> None:
-        if not self._held:
-            where = self._checkpoints.folder if self._checkpoints else None
-            raise NoStart(
-                "A server died, and the center with it. Pass checkpoint_dir, so that "
-                "it can come back."
-                if where is None
-                else f"A server died, and {where} holds no checkpoint any more."
-            )
 
     # Checkpoints on the disk.
 
