@@ -8,7 +8,8 @@ Two network namespaces with a Ray node each are joined by a cable. Workers meet 
 quorum, parts in turn, answers two steps later; meanwhile faults come from a table, by a
 schedule that is drawn. Every push bears a mark of its own, and its worker writes down
 how it was answered. *Beyond*: an answered push that the center lacks, though no server
-went back to a save from before it, or to one too old. *Untold*: its worker was not told.
+went back to a save from before it, or only to one too old. *Untold*: one that is lost,
+and its worker was not told.
 *Twice*: a place holds more than one push's mark, or one of a push that was dropped.
 *Torn*: the two variables of a part differ. Needs root and iproute2.
 """
@@ -182,12 +183,15 @@ class Storm:
         self.driver: Any = None
         self.faults: list[dict[str, Any]] = []
         self.starts: collections.Counter[str] = collections.Counter()
+        self.errors: list[str] = []  # of drivers, which were started again
         self.over, self.ended = threading.Event(), ""
 
     def __enter__(self) -> "Storm":
         self.clean()
         try:
-            for number, (name, own) in enumerate(zip(HOSTS, (HERE, THERE), strict=True)):
+            for number, (name, own) in enumerate(
+                zip(HOSTS, (HERE, THERE), strict=True)
+            ):
                 etc = pathlib.Path("/etc/netns") / name
                 etc.mkdir(parents=True)
                 hosts = f"127.0.0.1 localhost\n{own} {os.uname().nodename}\n"
@@ -229,7 +233,7 @@ class Storm:
         shell(f"umount -l {self.folder / 'saved'}", check=False)
 
     def _keep_up(self) -> None:
-        """Start nodes and the driver, again where they have ended, as a manager does."""
+        """Start nodes and the driver, again where they end, as a manager does."""
         ray = str(pathlib.Path(sys.executable).with_name("ray"))
         # A namespace of processes too: memory is not shared with another host.
         far = "unshare --pid --fork --mount-proc"
@@ -254,8 +258,13 @@ class Storm:
                 if node is not None and node.poll() is None:
                     continue
                 if name == "driver" and node is not None:
-                    if node.returncode != -signal.SIGKILL:
-                        self.ended = "yes" if not node.returncode else "an error"
+                    if not node.returncode:
+                        self.ended = "yes"
+                    elif node.returncode != -signal.SIGKILL:
+                        self.errors.append(self._last_words())
+                        if len(self.errors) > 5 or not (self.folder / "begin").exists():
+                            self.ended = self.errors[-1]
+                    if self.ended:
                         self.over.set()
                         break
                 if name != "here" and not self._is_up():
@@ -267,6 +276,11 @@ class Storm:
                         stdout=out, stderr=out, env=env, cwd=self.folder,
                     )  # fmt: skip
                 self.starts[name] += 1
+
+    def _last_words(self) -> str:
+        lines = (self.folder / "driver.log").read_text("utf-8", "replace").splitlines()
+        said = [line for line in lines if "Error" in line and line[:1].isalpha()]
+        return [*said, "an error"][len(said) - 1 if said else 0][:200]
 
     def _is_up(self) -> bool:
         with contextlib.suppress(OSError, RuntimeError):
@@ -280,7 +294,9 @@ class Storm:
             *(shell(f"ip netns pids {name}", check=False).split() for name in HOSTS)
         ):
             with contextlib.suppress(OSError):
-                text = pathlib.Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace")
+                text = pathlib.Path(f"/proc/{pid}/cmdline").read_text(
+                    "utf-8", "replace"
+                )
                 if text.startswith(title):
                     found.append(int(pid))
         return found
@@ -459,7 +475,9 @@ def judge(storm: Storm, seconds: float) -> Found:
         """Whether its server went back behind it, and no farther than it may."""
         server, part = ack["server"], ack["part"]
         later = sorted(e for s, e in first if s == server and e > ack["epoch"])
-        redone = [e for e in later if first[server, e].get(part, math.inf) <= ack["step"]]
+        redone = [
+            e for e in later if first[server, e].get(part, math.inf) <= ack["step"]
+        ]
         if not redone:
             return False
         began = redone[0] / 1e9
@@ -499,32 +517,86 @@ def judge(storm: Storm, seconds: float) -> Found:
     answered = len(acks) + len(late)
     return Found(
         len(storm.faults), answered, (len(acks) - len(missing_)) / max(answered, 1),
-        len(late), len(missing_), beyond, untold, twice, torn,
-        len(counts) / max(sum(1 / among for among in counts), 1e-9),
+        len(late), len(missing_), beyond, untold, int(twice), torn,
+        float(len(counts) / max(sum(1 / among for among in counts), 1e-9)),
         steps / seconds, storm.ended,
     )  # fmt: skip
 
 
 def weathered(party: Party, seconds: float, every: float, kinds: list[str]) -> Found:
     """A run in such weather: what is left of it."""
-    with Storm(party, seed=len(kinds)) as storm:
-        storm.weather(seconds, every, kinds)
-        found = judge(storm, seconds)
-        told = dict(storm.starts)
-    print(f"{found}\nstarted: {told}; in {storm.folder}", flush=True)
-    return found
+    while True:
+        with Storm(party, seed=len(kinds)) as storm:
+            storm.weather(seconds, every, kinds)
+            found = judge(storm, seconds)
+        print(f"{found}\n{storm.starts}, {storm.errors}, {storm.folder}", flush=True)
+        # Ray gives a node 30 s to start, which on a busy machine may not be enough.
+        if (storm.folder / "begin").exists():
+            return found
+
+
+class Weather(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    party: Party
+    seconds: float
+    every: float  # seconds between faults
+    kinds: list[str]
+
+
+def row(weather: Weather, found: Found, calm: float) -> list[Any]:
+    """What the table shows of it, beside the steps a second of a calm run."""
+    hourly = 3600 * found.faults / weather.seconds
+    marks = [found.late, found.lost, found.beyond, found.untold, found.twice]
+    part = f"{found.participation:.2f} of {weather.party.workers}"
+    return [
+        weather.name, weather.seconds, found.faults, round(hourly), found.pushes,
+        f"{found.commits:.1%}", *marks, found.torn, part,
+        f"{found.rate / calm:.1%}", found.ended,
+    ]  # fmt: skip
 
 
 def main() -> None:
     """Each kind of fault alone, then all of them."""
     parser = report.arguments(__doc__)
-    parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--only", default="", help="weather whose name contains this")
     parser.add_argument("--minutes", type=float, default=30.0, help="of the storm")
+    parser.add_argument("--resume", action="store_true", help="go on with a table")
     options = parser.parse_args()
-    for kind in FAULTS_OF_A_STORM:
-        if options.only in kind:
-            print(kind)
-            weathered(FOUR, 25.0, 8.0, [kind])
+    if lacks := missing():
+        sys.exit(f"This needs {lacks}.")
+    every, alone, long = [*FAULTS_OF_A_STORM], 40.0, 60 * options.minutes
+    killed_or_stopped = [kind for kind in every if "worker" in kind]
+    weathers = [
+        Weather("none", FOUR, 120.0, math.inf, []),
+        *(Weather(f"{kind}, alone", FOUR, alone, 10.0, [kind]) for kind in every),
+        Weather("all kinds", FOUR, long, 30.0, every),
+        Weather("none, two workers", TWO, 120.0, math.inf, []),
+        Weather(
+            "of workers and the link, two workers",
+            TWO, long / 3, 52.0, [*killed_or_stopped, "the link cut"],
+        ),
+    ]  # fmt: skip
+    if options.quick:
+        weathers = [weathers[0]._replace(seconds=20.0), weathers[1]]
+    weathers = [one for one in weathers if options.only in one.name]
+    page = report.Report(
+        "storms", options, floats=FLOATS, period=PERIOD, delay=DELAY, every=EVERY,
+        disk=DISK_MB, step=STEP_SECONDS,
+    )  # fmt: skip
+    known = report.Known(page.folder / "storms.rows", options.resume)
+    rows, calm = [], {FOUR: math.nan, TWO: math.nan}
+    for one in weathers:
+        (found,) = known.get([*one], lambda one=one: [weathered(one.party, *one[2:])])
+        found = Found(*found)
+        if not one.kinds:
+            calm[one.party] = found.rate
+        rows.append(row(one, found, calm[one.party]))
+        print(rows[-1], flush=True)
+    page.table("storms", rows)
+    page.save()
+    known.path.unlink()
 
 
 if __name__ == "__main__":
