@@ -188,13 +188,15 @@ class Meetings(Center):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
         came = [(one.worker, one.steps, one.tokens, one.number) for one in self.came]
-        return arrays, {**notes, "came": came}
+        return arrays, {**notes, "came": came, "used": self.used}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
         super().load(arrays, notes)
         self.before, self.closes, self.opened = self.center, None, self.clock()
-        self.used = [True] * self.at.num_workers
+        # Pushes are sent again whose answers have gone with the server.
+        workers = self.at.num_workers
+        self.used = [*notes.get("used", ()), *[True] * workers][:workers]
         self.came = []
         for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
