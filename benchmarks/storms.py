@@ -465,11 +465,12 @@ def judge(storm: Storm, seconds: float) -> Found:
     center = np.load(storm.folder / "center.npz")
     value = [-center[f"a_{part}"].astype(float) for part in range(PARTS)]
     torn = sum(int((center[f"a_{p}"] != center[f"b_{p}"]).sum()) for p in range(PARTS))
-    # Of each start of a server, the first meeting of each part that was made then.
+    # Of each start of a server, the first meeting of each part that could be made then.
     first: dict[tuple[int, int], dict[int, int]] = collections.defaultdict(dict)
-    for ack in acks:
-        of = first[ack["server"], ack["epoch"]]
-        of[ack["part"]] = min(of.get(ack["part"], ack["step"]), ack["step"])
+    for line in acks + late:
+        of, next_ = first[line["server"], line["epoch"]], line["step"]
+        next_ += line["what"] == "late"
+        of[line["part"]] = min(of.get(line["part"], next_), next_)
 
     def explained(ack: dict[str, Any]) -> bool:
         """Whether its server went back behind it, and no farther than it may."""
