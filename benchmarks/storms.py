@@ -595,16 +595,20 @@ def main() -> None:
     )  # fmt: skip
     known = report.Known(page.folder / "storms.rows", options.resume)
     rows, calm = [], {FOUR: math.nan, TWO: math.nan}
-    for one in weathers:
-        (found,) = known.get([*one], lambda one=one: [weathered(one.party, *one[2:])])
-        found = Found(*found)
-        if not one.kinds:
-            calm[one.party] = found.rate
-        rows.append(row(one, found, calm[one.party]))
-        print(rows[-1], flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # Then with what there is.
+        for one in weathers:
+            (found,) = known.get(
+                [*one], lambda one=one: [weathered(one.party, *one[2:])]
+            )
+            found = Found(*found)
+            if not one.kinds:
+                calm[one.party] = found.rate
+            rows.append(row(one, found, calm[one.party]))
+            print(rows[-1], flush=True)
     page.table("storms", rows)
     page.save()
-    known.path.unlink()
+    if len(rows) == len(weathers):
+        known.path.unlink()
 
 
 if __name__ == "__main__":
