@@ -64,10 +64,10 @@ GROUND = {
     "front": files("front/: processes checkpoints step comparison"),
     "simulate": files("simulate/: replay"),
     "runtime": files(
-        "runtime/: messages protocol parts checkpoints server worker display metrics "
-        "shared ray_actors "
-        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own center "
-        "meeting way sync_replicas"
+        "runtime/: messages protocol parts samples checkpoints server worker display "
+        "metrics shared ray_actors "
+        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
+        "center meeting way sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.

@@ -40,6 +40,7 @@ class Push(NamedTuple):
     state: Arrays = {}  # noqa: RUF012 # only read
     place: str = ""
     met: int = -1  # the part's meetings that it has taken; -1: all
+    leases: tuple[int, ...] = ()  # the ranges of samples that it is made of
     step_seconds: float = 0.0  # seconds of one of the worker's steps
     confirms: int = (
         0  # the `Reply.number` that it took last; 0: answer with whole arrays

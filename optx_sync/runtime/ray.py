@@ -42,6 +42,7 @@ from optx_sync.runtime.ray_actors import (
     naming_what_cannot_be_sent,
     start_servers,
 )
+from optx_sync.runtime.samples import Samples
 from optx_sync.runtime.worker import Worker, shapes_of
 from optx_sync.trees import Tree, brief
 
@@ -50,6 +51,8 @@ DEATHS_WITHOUT_A_ROUND = 5
 # Seconds until a process that did not start is started again, longer each time.
 SLOWEST_START_SECONDS = 30.0
 POLL_SECONDS = 0.25
+# Seconds until a worker that has left on notice is started again.
+NOTICE_SECONDS = 10.0
 # Where memory is short, Ray first kills the newest of the actors that it may restart: a
 # worker, and not the older server beside it, which it may. The program is not started
 # again with the process: a call is not repeated, and a worker that died is killed.
@@ -79,6 +82,7 @@ def run(
     delay: int | None = None,
     keep_local: float | None = None,
     meet: Quorum | None = None,
+    samples: Samples | None = None,
     keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
@@ -126,6 +130,8 @@ def run(
         meet: When the center absorbs: `one()`, each push when it comes (the default);
             `quorum(3)`, the mean of 3 workers or more; a push that comes after its
             meeting is dropped, and `worker.used` False.
+        samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
+            once in an epoch whoever dies.
         keep_state: Every so many rounds a worker's inner state is sent along, for its
             successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
@@ -183,6 +189,7 @@ def run(
             checkpoint_every=checkpoint_every,
             resume=resume,
             replay=replay,
+            samples=samples,
             **settings.served(),
         )
         for actor in connection.servers:
@@ -450,6 +457,15 @@ class _Supervisor:
                     index,
                     what,
                 )
+            return
+        if how == "left":
+            log.warning(
+                "Worker %d has left, as its machine goes, and handed in all that it "
+                "had. It starts again in %.0f s, where there is a place.",
+                index,
+                NOTICE_SECONDS,
+            )
+            self.later[index] = time.monotonic() + NOTICE_SECONDS
             return
         self.events.lost(index, str(what))
         counts = self.events.seen.counts
