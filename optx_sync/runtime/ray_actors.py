@@ -562,13 +562,14 @@ class WorkerActor:
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """Run it: "done", "refused" or "error", and the details."""
         worker: Worker | None = None
+        told = _Notice()
         worker_fn, connection, params, inner, agreement, options = start
         try:
             worker = Worker(
                 connection, params, inner, agreement, index=index, **options
             )
-            with _noticing(worker):
-                worker_fn(worker)
+            told.worker, worker.preempted = worker, told.came
+            worker_fn(worker)
             connection.leave(index)  # Nobody waits for this worker any more.
             worker.land()
         except Preempted:
@@ -588,18 +589,18 @@ class WorkerActor:
         return "done", worker.unpushed if worker else 0
 
 
-@contextlib.contextmanager
-def _noticing(worker: Worker) -> Iterator[None]:
-    """A SIGTERM, with which clouds announce that a machine goes, is a notice."""
+class _Notice:
+    """A SIGTERM, with which clouds announce that a machine goes, tells the worker."""
 
-    def notice(*_: object) -> None:
-        worker.preempted = True
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.came: bool = False  # while the worker starts, too
+        signal.signal(signal.SIGTERM, self._hear)
 
-    before = signal.signal(signal.SIGTERM, notice)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def _hear(self, *_: object) -> None:
+        self.came = True
+        if self.worker is not None:
+            self.worker.preempted = True
 
 
 @contextlib.contextmanager
