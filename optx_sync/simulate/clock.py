@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A virtual clock: which worker steps, meets and takes when, without any numbers.
+
+Nothing is measured: the seconds of steps and links and the failures are given, so the
+order of events is exact. `decoupled` replays the numbers of a model in this order.
+"""
+
+import dataclasses
+import enum
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from optx_sync.center.checks import check_delay
+from optx_sync.center.fragments import steps_between
+from optx_sync.center.meetings import Quorum, one
+from optx_sync.checks import check_function, integer, interval
+
+# Of each worker a number, or `(worker, its step from 0 on) -> number`.
+PerStep: TypeAlias = Sequence[float] | Callable[[int, int], float]
+# (worker, bytes, second) -> the seconds that a message takes, to or from the center.
+Link: TypeAlias = Callable[[int, float, float], float]
+Failure: TypeAlias = tuple[int, float, float]  # worker, dies at, is back at
+
+
+class Kind(enum.IntEnum):
+    """What happens."""
+
+    STEP = 0  # a worker ends a step
+    PUSH = 1  # it sends its contribution to a part
+    JOIN = 2  # the contribution is in a meeting
+    LATE = 3  # it came too late: dropped, and its worker is told
+    CLOSE = 4  # a meeting's contributions are absorbed, and answered
+    TAKE = 5  # a worker takes a part of the center
+    DIE = 6
+    BACK = 7  # a worker has all parts of the center
+
+
+class Happening(NamedTuple):
+    """One event of a virtual clock."""
+
+    second: float
+    kind: Kind
+    worker: int  # -1: of none
+    part: int  # -1: of none
+    # Of STEP, since the worker's last turn; of PUSH and what comes of it, since it took
+    # the part; this one included.
+    steps: int
+    tokens: float  # as many, or those that were given
+    staleness: int  # of JOIN and LATE: meetings of the part since the worker took it
+    pushed: int  # of PUSH and what comes of it: the worker's pushes so far
+    come: tuple[int, ...]  # of CLOSE: the workers whose contributions are absorbed
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """All that happened until a second of a virtual clock; made by `clock`.
+
+    Attributes:
+        events: In order.
+        num_workers: N.
+        until: The second at which it ends.
+        bytes_up: float[N], bytes that each worker has sent.
+        bytes_down: float[N], bytes sent to each.
+        step_seconds: float[N], seconds that each spent in whole steps.
+        kept_seconds: float[N], those of steps that are in the center: neither lost in a
+            death, nor late, nor on the way, nor overwritten by an answer. A step counts
+            for each part in turn.
+    """
+
+    events: tuple[Happening, ...]
+    num_workers: int
+    until: float
+    bytes_up: np.ndarray
+    bytes_down: np.ndarray
+    step_seconds: np.ndarray
+    kept_seconds: np.ndarray
+
+    def of(self, *kinds: Kind) -> list[Happening]:
+        """The events of these kinds."""
+        return [event for event in self.events if event.kind in kinds]
+
+    @property
+    def uptime(self) -> float:
+        """The share of all workers' time that was spent in whole steps."""
+        return float(self.step_seconds.sum() / (self.num_workers * self.until))
+
+    @property
+    def goodput(self) -> float:
+        """The share of all workers' time that is in the center as `kept_seconds`."""
+        return float(self.kept_seconds.sum() / (self.num_workers * self.until))
+
+    @property
+    def participation(self) -> float:
+        """The mean over meetings of the share of all workers that came in time."""
+        come = [len(event.come) for event in self.of(Kind.CLOSE)]
+        return float(np.mean(come) / self.num_workers) if come else 0.0
+
+    @property
+    def workers(self) -> np.ndarray:
+        """int32[S], the worker of each step: the order for `asynchronous`."""
+        steps = self.of(Kind.STEP)
+        return np.asarray([event.worker for event in steps], np.int32)
+
+
+def clock(
+    seconds: PerStep,
+    *,
+    until: float,
+    num_workers: int | None = None,
+    meet: Quorum | None = None,
+    communication_period: int = 10,
+    delay: int | None = None,
+    part_bytes: Sequence[float] = (0.0,),
+    link: Link | None = None,
+    failures: Sequence[Failure] = (),
+    tokens: PerStep | None = None,
+) -> Timeline:
+    r"""Virtual time: goodput, staleness, bytes and participation of decoupled workers.
+
+    A worker is due H / P steps after its last contribution, with the part that has the
+    fewest meetings known to it. Its contribution opens a meeting, which asks all
+    others: each contributes at the end of its next step. A meeting is full as `meet`
+    says, waits the seconds of its grace, closes and answers those that came. From
+    `delay` steps after its contribution on a worker takes the answer as soon as it is
+    there; with 0 it waits for it, and else it never stands still. A contribution that
+    started from an older center of its part is late, and answered with the current one.
+
+    A worker that dies loses its step, and what is on the way from and to it. Back again
+    it starts with all parts of the center. One that is back at `inf` has left: no
+    meeting waits for it.
+
+    The grace of a meeting counts on the steps of the worker that opened it, and on its
+    link. What happens at the same second happens in this order: deaths, returns, ends
+    of steps, arrivals, closings, questions and answers; of the same kind, in the order
+    in which it was set off.
+
+    Args:
+        seconds: Of each worker's step: N numbers, or `(worker, step) -> seconds`.
+        until: The second at which the clock stops.
+        num_workers: N, where `seconds` is a function.
+        meet: `oxs.runtime.quorum(k)`, or `None` for `oxs.runtime.one()`.
+        communication_period: H, a worker's steps from one contribution of a part to the
+            next.
+        delay: Steps from a contribution to its answer, at most H / P.
+        part_bytes: [P], the bytes of each part in a message.
+        link: `(worker, bytes, second) -> seconds` that a message takes, of 0 bytes for
+            the question of a meeting. `None`: none.
+        failures: Each `(worker, dies at, is back at)`, in seconds.
+        tokens: Behind each step: N numbers, or `(worker, step) -> tokens`. `None`: 1.
+
+    Returns:
+        A `Timeline`.
+
+    Raises:
+        TypeError: An argument of a wrong type.
+        ValueError: A number out of range; parts that do not divide the period.
+
+    Example:
+        Of three workers one is slow, and a meeting waits for two of them:
+
+        >>> import optx_sync as oxs
+        >>> line = oxs.simulate.clock(
+        ...     [1.0, 1.0, 4.0], until=41, communication_period=4,
+        ...     meet=oxs.runtime.quorum(2),
+        ... )
+        >>> f"{line.goodput:.0%}, {line.participation:.0%}"
+        '69%, 70%'
+
+    References:
+        Decoupled DiLoCo, arXiv 2604.21428.
+    """
+    if not callable(seconds):
+        seconds = list(seconds)
+        num_workers = len(seconds) if num_workers is None else num_workers
+    mend = "It is the number of workers; pass it where seconds is a function."
+    num_workers = integer("num_workers", num_workers, mend)
+    meet = one() if meet is None else meet
+    if not isinstance(meet, Quorum):
+        raise TypeError(
+            "meet must be oxs.runtime.one() or oxs.runtime.quorum(k); got "
+            f"{meet!r}. `SyncReplicas` has `oxs.simulate.sync_replicas`."
+        )
+    interval("(0, inf)", "It is in seconds.", until=until)
+    period = integer("communication_period", communication_period, "Pass 10, say.")
+    delay, parts = check_delay(delay), [float(x) for x in part_bytes]
+    run = _Run(
+        meet=meet,
+        between=steps_between(period, len(parts), delay),
+        delay=delay,
+        parts=parts,
+        seconds=_per_step("seconds", seconds, num_workers),
+        tokens=_per_step("tokens", tokens or [1.0] * num_workers, num_workers),
+        link=(lambda worker, size, second: 0.0) if link is None else link,
+        workers=[_Worker(len(parts)) for _ in range(num_workers)],
+        until=float(until),
+    )
+    check_function("link", run.link, "It takes (worker, bytes, second).")
+    for worker, dies, back in failures:
+        integer("The worker of a failure", worker, f"There are {num_workers}.", 0)
+        if worker >= num_workers or not 0 <= dies < back:
+            raise ValueError(
+                f"A failure is (worker, dies at, is back at), with one of {num_workers}"
+                f" workers; got {(worker, dies, back)}."
+            )
+        run.later(dies, run.die, worker, back)
+    for worker in range(num_workers):
+        run.later(0.0, run.go_on, worker, 0)
+    return run.timeline()
+
+
+def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:
+    """A function of (worker, step), checked whenever it is called."""
+    if not callable(given):
+        if len(given) != num_workers:
+            raise ValueError(
+                f"{name} must be a number for each of the {num_workers} workers; got "
+                f"{len(given)}."
+            )
+        numbers = tuple(given)
+        given = lambda worker, step: numbers[worker]  # noqa: E731
+
+    def checked(worker: int, step: int) -> float:
+        value = given(worker, step)
+        interval("(0, inf)", f"Of worker {worker} in step {step}.", **{name: value})
+        return float(value)
+
+    return checked
+
+
+class _Worker:
+    """What a worker knows, and what it has on the way."""
+
+    def __init__(self, parts: int):
+        self.local_step = self.life = 0
+        self.alive, self.left, self.waits = True, False, False
+        self.pushed = [0] * parts  # its pushes of each part, in all its lives
+        self.start([0] * parts)
+
+    def start(self, versions: list[int]) -> None:
+        """Begin with these versions of the parts of the center."""
+        parts = len(versions)
+        self.taken = list(versions)
+        self.since = 0  # steps since its last turn
+        self.steps, self.tokens = [0] * parts, [0.0] * parts  # since it took each part
+        self.seconds = [0.0] * parts
+        self.asked: dict[int, int] = {}  # by part, the version that the meeting is of
+        self.sent: dict[int, int] = {}  # by part on the way, the step of its push
+        self.answers: dict[int, int] = {}  # by part, the version that has come
+        self.step_seconds = 0.0  # of its last step
+
+
+class _Push(NamedTuple):
+    """A contribution on its way, or in a meeting."""
+
+    worker: int
+    life: int  # of the worker when it sent it
+    part: int
+    taken: int  # the version of the part that it started from
+    steps: int
+    tokens: float
+    seconds: float
+    pushed: int
+
+
+@dataclasses.dataclass
+class _Meeting:
+    """An open meeting of a part."""
+
+    opened: float
+    opener: _Push
+    come: dict[int, _Push] = dataclasses.field(default_factory=dict)
+    closing: bool = False
+
+
+# The order of what happens at the same second.
+_ORDER = "die back end_step arrive close ask answer go_on".split()
+
+
+@dataclasses.dataclass
+class _Run:
+    """The queue of what is to happen, and the handlers."""
+
+    meet: Quorum
+    between: Any
+    delay: int
+    parts: list[float]
+    seconds: Callable[[int, int], float]
+    tokens: Callable[[int, int], float]
+    link: Link
+    workers: list[_Worker]
+    until: float
+
+    def __post_init__(self) -> None:
+        self.queue: list[Any] = []
+        self.set_off, self.now = 0, 0.0
+        self.events: list[Happening] = []
+        self.versions: list[int] = [0] * len(self.parts)
+        self.meetings: dict[int, _Meeting] = {}
+        self.totals: dict[str, np.ndarray] = defaultdict(
+            lambda: np.zeros(len(self.workers))
+        )
+
+    def later(self, second: float, what: Callable, *arguments: Any) -> None:
+        """Let something happen at a second."""
+        self.set_off += 1
+        rank = _ORDER.index(what.__name__)
+        heapq.heappush(self.queue, (second, rank, self.set_off, what, arguments))
+
+    def timeline(self) -> Timeline:
+        """Let all happen until the end."""
+        while self.queue and self.queue[0][0] <= self.until:
+            self.now, _, _, what, arguments = heapq.heappop(self.queue)
+            what(*arguments)
+        names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
+        totals = (self.totals[name] for name in names)
+        return Timeline(tuple(self.events), len(self.workers), self.until, *totals)
+
+    def note(self, kind: Kind, worker: int = -1, part: int = -1, **more: Any) -> None:
+        """Write down what happens now."""
+        known = {"steps": 0, "tokens": 0.0, "staleness": 0, "pushed": 0, "come": ()}
+        self.events.append(Happening(self.now, kind, worker, part, **(known | more)))
+
+    def go_on(self, worker: int, life: int) -> None:
+        """A worker begins a step."""
+        w = self.workers[worker]
+        if w.life == life and w.alive:
+            w.step_seconds = self.seconds(worker, w.local_step)
+            self.later(self.now + w.step_seconds, self.end_step, worker, life)
+
+    def end_step(self, worker: int, life: int) -> None:
+        """A worker has made a step: it takes what is there, and contributes."""
+        w = self.workers[worker]
+        if w.life != life:
+            return
+        tokens = self.tokens(worker, w.local_step)
+        w.local_step += 1
+        w.since += 1
+        w.steps = [old + 1 for old in w.steps]
+        w.tokens = [old + tokens for old in w.tokens]
+        w.seconds = [old + w.step_seconds for old in w.seconds]
+        self.totals["step_seconds"][worker] += w.step_seconds
+        self.note(Kind.STEP, worker, steps=w.since, tokens=tokens)
+        self.take(worker)
+        w.asked = {part: of for part, of in w.asked.items() if w.taken[part] <= of}
+        free = [p for p, n in enumerate(w.steps) if n and p not in w.sent]
+        turn = [part for part in free if part in w.asked]
+        if not turn and w.since >= self.between:
+            turn = sorted(free, key=lambda part: (self.known(worker, part), part))[:1]
+        for part in turn:
+            self.push(worker, part)
+        w.waits = not self.delay and bool(w.sent)
+        if not w.waits:
+            self.go_on(worker, life)
+
+    def known(self, worker: int, part: int) -> int:
+        """The meetings of a part that a worker knows: its own, if it meets alone."""
+        w = self.workers[worker]
+        return w.taken[part] if self.meet.shared else w.pushed[part]
+
+    def push(self, worker: int, part: int) -> None:
+        """A worker sends its contribution to a part."""
+        w, size = self.workers[worker], self.parts[part]
+        w.since = 0
+        w.asked.pop(part, None)
+        w.sent[part] = w.local_step
+        w.pushed[part] += 1
+        of = (w.steps[part], w.tokens[part], w.seconds[part], w.pushed[part])
+        push = _Push(worker, w.life, part, w.taken[part], *of)
+        self.totals["bytes_up"][worker] += size
+        self.noted(Kind.PUSH, push)
+        self.later(self.now + self.link(worker, size, self.now), self.arrive, push)
+
+    def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
+        """Write down what becomes of a contribution."""
+        of = {name: getattr(push, name) for name in ("steps", "tokens", "pushed")}
+        self.note(kind, push.worker, push.part, staleness=staleness, **of)
+
+    def arrive(self, push: _Push) -> None:
+        """A contribution comes to the center."""
+        part, worker = push.part, push.worker
+        if self.workers[worker].life != push.life:
+            return
+        staleness = self.versions[part] - push.taken
+        if self.meet.shared and staleness:
+            self.noted(Kind.LATE, push, staleness)
+            self.reply(push)
+            return
+        if part not in self.meetings:
+            self.meetings[part] = _Meeting(self.now, push)
+            self.ask_others(part, worker)
+        self.noted(Kind.JOIN, push, staleness)
+        self.meetings[part].come[worker] = push
+        self.fill(part)
+
+    def ask_others(self, part: int, opener: int) -> None:
+        """Ask all others to a meeting that has been opened."""
+        for other, w in enumerate(self.workers):
+            if self.meet.shared and other != opener and w.alive:
+                at = self.now + self.link(other, 0.0, self.now)
+                self.later(at, self.ask, other, w.life, part, self.versions[part])
+
+    def ask(self, worker: int, life: int, part: int, version: int) -> None:
+        """A worker is asked to a meeting."""
+        if self.workers[worker].life == life:
+            self.workers[worker].asked[part] = version
+
+    def fill(self, part: int) -> None:
+        """Let a meeting close if it is full: at once, or after its grace."""
+        meeting = self.meetings[part]
+        present = sum(not w.left for w in self.workers)
+        if meeting.closing or not self.meet.is_full(len(meeting.come), present):
+            return
+        meeting.closing = True
+        if not self.meet.shared:
+            self.close(part)
+            return
+        opener, size = meeting.opener.worker, self.parts[part]
+        sync = 2 * self.link(opener, size, self.now)
+        step = self.workers[opener].step_seconds
+        wait = self.now - meeting.opened
+        grace = self.meet.grace_seconds(step, self.delay, wait, sync)
+        self.later(self.now + grace, self.close, part)
+
+    def close(self, part: int) -> None:
+        """The center absorbs what has come, and answers."""
+        come = self.meetings.pop(part).come
+        self.versions[part] += 1
+        self.note(Kind.CLOSE, part=part, come=tuple(sorted(come)))
+        for worker in sorted(come):
+            push = come[worker]
+            self.totals["kept_seconds"][worker] += push.seconds / len(self.parts)
+            self.reply(push)
+
+    def reply(self, push: _Push) -> None:
+        """Send a worker the center's part as it is now."""
+        worker, part, life = push.worker, push.part, push.life
+        if self.workers[worker].life == life:
+            size, version = self.parts[part], self.versions[part]
+            self.totals["bytes_down"][worker] += size
+            at = self.now + self.link(worker, size, self.now)
+            self.later(at, self.answer, worker, life, part, version)
+
+    def answer(self, worker: int, life: int, part: int, version: int) -> None:
+        """An answer comes to a worker, which takes it now if it waits."""
+        w = self.workers[worker]
+        if w.life != life:
+            return
+        w.answers[part] = version
+        if w.waits:
+            self.take(worker)
+            w.waits = bool(w.sent)
+            if not w.waits:
+                self.go_on(worker, life)
+
+    def take(self, worker: int) -> None:
+        """A worker takes the answers that are there, if it is time."""
+        w = self.workers[worker]
+        for part in sorted(w.answers):
+            if w.local_step - w.sent[part] >= self.delay:
+                steps = w.local_step - w.sent.pop(part)
+                w.taken[part] = w.answers.pop(part)
+                w.steps[part], w.tokens[part], w.seconds[part] = 0, 0.0, 0.0
+                self.note(Kind.TAKE, worker, part, steps=steps)
+
+    def die(self, worker: int, back: float) -> None:
+        """A worker dies; one that never comes back has left."""
+        w = self.workers[worker]
+        w.life += 1
+        w.alive, w.waits, w.left = False, False, math.isinf(back)
+        self.note(Kind.DIE, worker)
+        self.later(back, self.back, worker, w.life)
+        for part in list(self.meetings) if w.left else []:
+            self.fill(part)
+
+    def back(self, worker: int, life: int) -> None:
+        """A worker starts again, with all parts of the center."""
+        w, size = self.workers[worker], sum(self.parts)
+        if w.life == life:
+            w.alive = True
+            w.start(self.versions)
+            w.asked = {part: self.versions[part] for part in self.meetings}
+            self.note(Kind.BACK, worker)
+            self.totals["bytes_down"][worker] += size
+            at = self.now + self.link(worker, size, self.now)
+            self.later(at, self.go_on, worker, life)

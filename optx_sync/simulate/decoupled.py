@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoupled DiLoCo on a virtual clock: meetings that close when enough have come."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.center import coded, contract
+from optx_sync.center import worker as work
+from optx_sync.center.contract import CenterRule, Round, Weigh
+from optx_sync.center.fragments import Fragments, Partition, check_fragments
+from optx_sync.center.meetings import Quorum, one
+from optx_sync.center.worker import Center, Worker
+from optx_sync.checks import check_function, check_grads, check_inner
+from optx_sync.exchange import landing
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.metrics import Info
+from optx_sync.options import Refused, refuse
+from optx_sync.placement.axes import stack
+from optx_sync.shapes import Array, Bool, Float, Int32
+from optx_sync.simulate.clock import Failure, Kind, Link, PerStep, Timeline, clock
+from optx_sync.simulate.replay import GradFn, Record, replay
+from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
+
+_AXIS = "workers"
+
+
+class Learner(NamedTuple):
+    """State of one worker of `decoupled`; of all with a worker axis in front, [N]."""
+
+    worker: Worker
+    exchange: Tree  # the memory of the code of its pushes, for each part, or ()
+    sent: Tree  # its contributions on the way, like the center; () without `delay`
+    brought: Tree  # those in a meeting, like the center
+    # The center before and after its last meeting, as it was answered; before: or ().
+    before: Tree
+    after: Tree
+    weights: Float[Array, " parts"]  # of what is in a meeting
+    steps: Int32[Array, " parts"]  # behind it
+
+
+class DecoupledState(NamedTuple):
+    """State after one event of `decoupled`."""
+
+    learners: Learner  # [N, ...]
+    center: Tree  # like the parameters, float32 for half precision
+    outer: Tree  # state of the rule's outer transformation, for each part, or ()
+    params: Tree  # those of the worker of the event
+
+
+class DecoupledRecord(NamedTuple):
+    """The history of T events; each array has the values after the event."""
+
+    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
+    params: Tree  # those of the worker of the event, in their own dtypes
+    center: Tree  # float32 for half precision parameters
+    events: Int32[Array, " kept"]  # the numbers of these events in the timeline
+    seconds: Any  # float64[K], when they happened, NumPy
+    # [T, ...], the result of the function `record` after each event; None without one.
+    recorded: Tree
+    final: DecoupledState  # after the last event
+    timeline: Timeline  # what happened: goodput, staleness, bytes, participation
+
+
+class _Terms(NamedTuple):
+    """Options of `decoupled` that may exclude each other."""
+
+    rule: CenterRule
+    meet: Quorum
+    merge: Exchange
+    delay: int
+
+
+_NOT_DECOUPLED: Refused[_Terms] = (
+    (
+        lambda o: o.delay and "center" in o.rule.reads,
+        "The contribution of this rule reads the center as it is when it arrives, and "
+        "with delay={0.delay} its worker has gone on by then. Leave delay out, or write"
+        " the rule with own.taken and declare what it reads.",
+    ),
+    (
+        lambda o: o.delay and o.rule.accumulate is not None,
+        "A rule that sums up between rounds counts from its contribution on, and a "
+        "worker's steps here count from its answer on, delay={0.delay} steps later. "
+        "Leave delay out.",
+    ),
+    (
+        lambda o: o.merge.remembers,
+        "merge= combines what has come to the center, which remembers nothing of those "
+        "that came. Pass an exchange without a memory, such as "
+        "oxs.exchange.coordinate_median().",
+    ),
+    (
+        lambda o: o.rule.weigh is not None and not o.merge.takes_weights,
+        "merge= counts all contributions alike and takes no weights. Leave weigh out, "
+        "or merge with another exchange.",
+    ),
+)
+
+
+def decoupled(
+    inner: optax.GradientTransformation,
+    rule: CenterRule,
+    params: optax.Params,
+    grad_fn: GradFn,
+    seconds: PerStep,
+    *,
+    until: float,
+    num_workers: int | None = None,
+    meet: Quorum | None = None,
+    communication_period: int = 10,
+    exchange: Exchange | None = None,
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | jax.Array | None = None,
+    link: Link | None = None,
+    failures: Sequence[Failure] = (),
+    tokens: PerStep | None = None,
+    weigh: Weigh | None = None,
+    record: Record = None,
+) -> DecoupledRecord:
+    r"""Decoupled DiLoCo on a virtual clock: a meeting closes when enough have come.
+
+    The order of events is that of `clock`, which says who meets whom and when. In it
+    the workers of a meeting of part p, with their contributions d_w and weights f_w:
+
+    .. math::
+
+        d = \text{merge}(d_w, f_w), \qquad c_p \leftarrow \text{outer}(c_p, d), \qquad
+        x_{w,p} \leftarrow \text{take}(x_{w,p}, c_p)
+
+    where merge is the weighted mean, or that of `meet`, and each worker takes the
+    answer when `clock` says. If K is the number of workers, all are equally fast and
+    nothing takes time, it is `oxs.diloco(fragments=, delay=)` in lockstep. With
+    `oxs.runtime.one()` and without `delay` it is `asynchronous` in the order of
+    `clock`; with `delay` the center absorbs a contribution when it arrives, and in
+    `asynchronous` when its worker takes the answer.
+
+    Args:
+        inner: The workers' own optimizer. One that has died begins with a new state.
+        rule: What workers and center exchange, for example `oxs.rules.diloco()`.
+        params: The parameters at which all start, without a worker axis.
+        grad_fn: `(worker, params, step) -> gradients`, traced; `step` is the number of
+            the step among those of all workers, from 0 on.
+        seconds: As in `clock`, as are `until`, `num_workers`, `meet`, `delay`, `link`,
+            `failures` and `tokens`.
+        until: The second at which it ends.
+        num_workers: N.
+        meet: `oxs.runtime.quorum(k)`, or `None` for `oxs.runtime.one()`.
+        communication_period: H; see `clock`.
+        exchange: How a worker compresses its pushes; see `asynchronous`.
+        fragments: As in `center_variable`: P parts, which meet one by one.
+        delay: Steps from a contribution to its answer.
+        keep_local: As in `center_variable`.
+        link: Seconds of messages, whose bytes are those of the parts.
+        failures: Each `(worker, dies at, is back at)`.
+        tokens: Behind each step.
+        weigh: `(at: Round) -> weight` of a contribution in the mean, traced; 0 drops
+            it. `lambda at: at.tokens**2 / at.steps` is the paper's. In a meeting of one
+            it is the factor of the contribution, as in `asynchronous`.
+        record: As in `asynchronous`; an event is one of the timeline.
+
+    Returns:
+        A `DecoupledRecord`.
+
+    Raises:
+        TypeError: An argument of a wrong type; parameters that are not floating.
+        ValueError: A number out of range; options that exclude each other.
+
+    Example:
+        Three workers, one of them slow, and two are enough:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> run = oxs.simulate.decoupled(
+        ...     optax.sgd(0.1),
+        ...     oxs.rules.diloco(optax.sgd(1.0)),
+        ...     jnp.zeros(()),
+        ...     lambda worker, params, step: params - 1.0,
+        ...     [1.0, 1.0, 4.0],
+        ...     until=41,
+        ...     meet=oxs.runtime.quorum(2),
+        ...     communication_period=4,
+        ... )
+        >>> f"{run.final.center:.2f}, {run.timeline.participation:.0%}"
+        '0.99, 67%'
+
+    References:
+        Decoupled DiLoCo, arXiv 2604.21428.
+    """
+    call = "oxs.simulate.decoupled(optax.sgd(0.1), oxs.rules.diloco(), ...)"
+    inner = check_inner(inner, call)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, step).")
+    contract.check_rule(rule, call)
+    rule, exchange = contract.weighed(rule, weigh), coded.check_code(exchange, rule)
+    meet = one() if meet is None else meet
+    params = jax.tree.map(jnp.asarray, params)
+    center = work.start_center(params)
+    parts = Partition(check_fragments(fragments), center)
+    sizes = [
+        float(coded.bytes_of(coded.message_shapes(exchange, part)))
+        for part in parts.split(center)
+    ]
+    timeline = clock(
+        seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
+        communication_period=communication_period, part_bytes=sizes, link=link,
+        failures=failures, tokens=tokens,
+    )  # fmt: skip
+    if rule.num_workers not in (None, timeline.num_workers):
+        raise ValueError(
+            f"The rule was made for num_workers={rule.num_workers}; there are "
+            f"{timeline.num_workers}. Leave num_workers out of the rule."
+        )
+    if rule.check is not None:
+        rule.check(communication_period)
+    merge = check_exchange(meet.merge, all_reduce())
+    refuse(_Terms(rule, meet, merge, delay or 0), _NOT_DECOUPLED)
+    at = Round(timeline.num_workers, communication_period, 1)
+    keeping = work.keeping(rule, keep_local)
+    alone = not meet.shared
+    run = _Run(inner, keeping, at, merge, alone, exchange, parts, grad_fn, bool(delay))
+    final, _, views, recorded, kept = replay(
+        run.advance, run.view, run.start(params), _rows(timeline), record
+    )
+    happened = np.array([event.second for event in timeline.events])
+    seconds_of = happened[np.asarray(kept)]
+    return DecoupledRecord(*views, kept, seconds_of, recorded, final, timeline)
+
+
+class _Row(NamedTuple):
+    """An event in numbers."""
+
+    kind: Any
+    worker: Any
+    part: Any
+    step: Any  # steps of all workers before it
+    steps: Any
+    tokens: Any
+    staleness: Any
+    pushed: Any
+    come: Any  # bool[N]
+
+
+def _rows(timeline: Timeline) -> _Row:
+    """The events as arrays."""
+    events = timeline.events
+    kinds = np.array([event.kind for event in events], np.int32)
+    come = np.zeros((len(events), timeline.num_workers), bool)
+    for row, event in zip(come, events, strict=True):
+        row[list(event.come)] = True
+    whole = {
+        name: jnp.asarray([getattr(event, name) for event in events], jnp.int32)
+        for name in ("worker", "part", "steps", "staleness", "pushed")
+    }
+    return _Row(
+        kind=jnp.asarray(kinds),
+        step=jnp.asarray(
+            np.cumsum(kinds == Kind.STEP) - (kinds == Kind.STEP), jnp.int32
+        ),
+        tokens=jnp.asarray([event.tokens for event in events], jnp.float32),
+        come=come,
+        **whole,
+    )
+
+
+class _Run(NamedTuple):
+    """The checked arguments of `decoupled`, and what happens in its events."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    at: Round
+    merge: Exchange
+    alone: bool  # whether each contribution is absorbed alone
+    exchange: Exchange | None
+    parts: Partition
+    grad_fn: GradFn
+    goes_on: bool  # whether a worker steps between its push and its answer
+
+    def start(self, params: Tree) -> DecoupledState:
+        """All workers and the center at the parameters."""
+        rule, center = self.rule, work.start_center(params)
+        numbers = jnp.zeros(self.parts.number, jnp.float32)
+        learner = Learner(
+            worker=self.fresh(params, center),
+            exchange=self.fresh_codes(center),
+            sent=center if self.goes_on else (),
+            brought=center,
+            before=() if work.takes_center(rule) else center,
+            after=center,
+            weights=numbers,
+            steps=numbers.astype(jnp.int32),
+        )
+        outer = () if rule.outer is None else self.each(rule.outer.init, center)
+        learners = stack(learner, self.at.num_workers, None)
+        return DecoupledState(learners, center, outer, params)
+
+    def fresh(self, params: Tree, center: Tree) -> Worker:
+        """A worker that starts from the center."""
+        rule = self.rule
+        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
+        return Worker(
+            params,
+            self.inner.init(params),
+            center if keeps_taken else (),
+            work.start_accumulated(rule, center),
+        )
+
+    def each(self, start: Callable, tree: Tree) -> Tree:
+        """A state for each part, in a tuple."""
+        return tuple(map(start, self.parts.split(tree)))
+
+    def fresh_codes(self, center: Tree) -> Tree:
+        """What the code of a worker's pushes remembers at first."""
+        if self.exchange is None:
+            return ()
+        return self.each(functools.partial(coded.start_codes, self.exchange), center)
+
+    def view(self, state: DecoupledState) -> tuple[Tree, Tree]:
+        """The trees that a record keeps of an event."""
+        return state.params, state.center
+
+    def advance(
+        self, state: DecoupledState, numbered: tuple[_Row, jax.Array]
+    ) -> tuple[DecoupledState, tuple[()]]:
+        """The state after an event."""
+        row, _ = numbered
+        number = self.parts.number
+        of_parts = (self.push, self.join, self.late, self.close, self.take)
+        handlers = [self.step, self.nothing, self.back]
+        handlers += [
+            functools.partial(handler, part)
+            for handler in of_parts
+            for part in range(number)
+        ]
+        first = jnp.array(
+            [0, 3, 3 + number, 3 + 2 * number, 3 + 3 * number, 3 + 4 * number, 1, 2]
+        )
+        branch = first[row.kind] + jnp.maximum(row.part, 0)
+        place = jnp.maximum(row.worker, 0)
+        own = row_of(state.learners, place)
+        return jax.lax.switch(branch, handlers, state, own, row), ()
+
+    def put(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
+        """The state with this row's worker."""
+        place = jnp.maximum(row.worker, 0)
+        learners = with_row(state.learners, place, own)
+        return state._replace(learners=learners, params=own.worker.params)
+
+    def nothing(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
+        """A worker dies: what it has is replaced when it is back."""
+        return self.put(state, own, row)
+
+    def step(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
+        """A worker makes a step of its own."""
+        params = own.worker.params
+        grads = self.grad_fn(row.worker, params, row.step)
+        check_grads(grads, params)
+        at = self.at._replace(steps=row.steps)
+        walked = work.walk(self.inner, self.rule, own.worker, state.center, grads, at)
+        return self.put(state, own._replace(worker=walked), row)
+
+    def round_of(self, row: _Row) -> Round:
+        """What a rule may know of a contribution."""
+        return self.at._replace(
+            steps=row.steps,
+            staleness=row.staleness,
+            tokens=row.tokens,
+            num_pushed=row.pushed,
+        )
+
+    def bring(
+        self, part: int, center: Tree, own: Learner, row: _Row
+    ) -> tuple[Learner, Tree]:
+        """(the worker with its sums reset, its contribution to a part)."""
+        parts, rule, at, whole = self.parts, self.rule, self.round_of(row), own.worker
+        cut = Worker(*(parts.pick(x, part) for x in whole._replace(inner=())))
+        cut, brought = work.bring(rule, cut, parts.pick(center, part), at)
+        own = own._replace(
+            worker=whole._replace(
+                accumulated=parts.put(whole.accumulated, part, cut.accumulated)
+            )
+        )
+        if self.alone:
+            brought = work.share_of_one(rule, brought, at)
+        if self.exchange is not None:
+            messages, codes = coded.encoded(self.exchange, brought, own.exchange[part])
+            brought = coded.decoded(self.exchange, messages, brought)
+            codes = (*own.exchange[:part], codes, *own.exchange[part + 1 :])
+            own = own._replace(exchange=codes)
+        return own, brought
+
+    def push(
+        self, part: int, state: DecoupledState, own: Learner, row: _Row
+    ) -> DecoupledState:
+        """A worker that will go on sends its contribution to a part."""
+        if self.goes_on:
+            own, brought = self.bring(part, state.center, own, row)
+            own = own._replace(sent=self.parts.put(own.sent, part, brought))
+        return self.put(state, own, row)
+
+    def join(
+        self, part: int, state: DecoupledState, own: Learner, row: _Row
+    ) -> DecoupledState:
+        """A contribution joins a meeting; that of a worker that waits is made now."""
+        at, rule = self.round_of(row), self.rule
+        if self.goes_on:
+            brought = self.parts.pick(own.sent, part)
+        else:
+            own, brought = self.bring(part, state.center, own, row)
+        weight = jnp.float32(1)
+        if self.alone:
+            brought, counts = work.weigh_alone(rule, brought, at)
+            weight = counts.astype(jnp.float32)
+        elif rule.weigh is not None:
+            with jax.numpy_dtype_promotion("standard"):
+                weight = jnp.asarray(rule.weigh(at), jnp.float32)
+        own = own._replace(
+            brought=self.parts.put(own.brought, part, brought),
+            weights=own.weights.at[part].set(weight),
+            steps=own.steps.at[part].set(row.steps),
+        )
+        return self.put(state, own, row)
+
+    def late(
+        self, part: int, state: DecoupledState, own: Learner, row: _Row
+    ) -> DecoupledState:
+        """A contribution is dropped, and its worker answered with the center."""
+        if not self.goes_on:
+            own, _ = self.bring(part, state.center, own, row)
+        now = self.parts.pick(state.center, part)
+        own = own._replace(
+            after=self.parts.put(own.after, part, now),
+            before=()
+            if is_nothing(own.before)
+            else self.parts.put(own.before, part, now),
+            steps=own.steps.at[part].set(row.steps),
+        )
+        return self.put(state, own, row)
+
+    def close(
+        self, part: int, state: DecoupledState, own: Learner, row: _Row
+    ) -> DecoupledState:
+        """The center absorbs what has come, and answers those that came."""
+        parts, rule, learners = self.parts, self.rule, state.learners
+        weights = jnp.where(row.come, learners.weights[:, part], 0)
+        brought = jax.vmap(lambda x: parts.pick(x, part))(learners.brought)
+        before = Center(
+            parts.pick(state.center, part), state.outer[part] if state.outer else ()
+        )
+        total = self.merged(brought, row.come, weights)
+        after = work.absorb(rule, before, total, num_workers=self.at.num_workers)
+        if rule.weigh is not None:
+            after = where(jnp.any(weights > 0), after, before)
+
+        def answered(held, value):
+            new = jax.vmap(lambda x: parts.put(x, part, value))(held)
+            keep = jax.vmap(where)
+            return keep(row.come, new, held)
+
+        outer = state.outer
+        if outer:
+            outer = (*outer[:part], after.outer, *outer[part + 1 :])
+        held = learners.before
+        learners = learners._replace(
+            after=answered(learners.after, after.value),
+            before=() if is_nothing(held) else answered(held, before.value),
+        )
+        return state._replace(
+            learners=learners,
+            center=parts.put(state.center, part, after.value),
+            outer=outer,
+        )
+
+    def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
+        """The sum or mean of what has come, by their weights."""
+        if self.alone:
+            return row_of(brought, jnp.argmax(come))
+        weighed = self.rule.weigh is not None
+
+        def of_one(tree, come, weight):
+            # What others hold is of earlier meetings, and counts for nothing.
+            return agree(
+                self.merge,
+                landing.Landing(_AXIS),
+                tree,
+                (),
+                Info(),
+                weight=weight if weighed else come,
+                summed=self.rule.mean_over is None,
+            ).mean
+
+        means = jax.vmap(of_one, axis_name=_AXIS)(brought, come, weights)
+        return row_of(means, 0)
+
+    def take(
+        self, part: int, state: DecoupledState, own: Learner, row: _Row
+    ) -> DecoupledState:
+        """A worker takes its answer."""
+        parts, whole = self.parts, own.worker
+        after = parts.pick(own.after, part)
+        before = after if is_nothing(own.before) else parts.pick(own.before, part)
+        cut = Worker(
+            parts.pick(whole.params, part), (), parts.pick(whole.taken, part), ()
+        )
+        at = self.at._replace(steps=own.steps[part])
+        cut = work.take(self.rule, cut, before, after, at)
+        whole = whole._replace(
+            params=parts.put(whole.params, part, cut.params),
+            taken=parts.put(whole.taken, part, cut.taken),
+        )
+        return self.put(state, own._replace(worker=whole), row)
+
+    def back(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
+        """A worker that had died starts from the center."""
+        center = state.center
+        params = work.round_like(center, own.worker.params)
+        own = own._replace(
+            worker=self.fresh(params, center), exchange=self.fresh_codes(center)
+        )
+        return self.put(state, own, row)
