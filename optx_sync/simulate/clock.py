@@ -136,8 +136,8 @@ def clock(
 
     The grace of a meeting counts on the steps of the worker that opened it, and on its
     link. What happens at the same second happens in this order: deaths, returns, ends
-    of steps, arrivals, closings, questions and answers; of the same kind, in the order
-    in which it was set off.
+    of steps, arrivals, closings, questions and answers; of the same kind, by the number
+    of the worker or part.
 
     Args:
         seconds: Of each worker's step: N numbers, or `(worker, step) -> seconds`.
@@ -305,16 +305,16 @@ class _Run:
             lambda: np.zeros(len(self.workers))
         )
 
-    def later(self, second: float, what: Callable, *arguments: Any) -> None:
+    def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
         """Let something happen at a second."""
-        self.set_off += 1
-        rank = _ORDER.index(what.__name__)
-        heapq.heappush(self.queue, (second, rank, self.set_off, what, arguments))
+        self.set_off += 1  # No two are alike, so nothing else is compared.
+        order = _ORDER.index(what.__name__), who, self.set_off
+        heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
 
     def timeline(self) -> Timeline:
         """Let all happen until the end."""
         while self.queue and self.queue[0][0] <= self.until:
-            self.now, _, _, what, arguments = heapq.heappop(self.queue)
+            self.now, _, what, arguments = heapq.heappop(self.queue)
             what(*arguments)
         names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
         totals = (self.totals[name] for name in names)
@@ -373,16 +373,18 @@ class _Run:
         push = _Push(worker, w.life, part, w.taken[part], *of)
         self.totals["bytes_up"][worker] += size
         self.noted(Kind.PUSH, push)
-        self.later(self.now + self.link(worker, size, self.now), self.arrive, push)
+        self.later(
+            self.now + self.link(worker, size, self.now), self.arrive, worker, push
+        )
 
     def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
         """Write down what becomes of a contribution."""
         of = {name: getattr(push, name) for name in ("steps", "tokens", "pushed")}
         self.note(kind, push.worker, push.part, staleness=staleness, **of)
 
-    def arrive(self, push: _Push) -> None:
+    def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
-        part, worker = push.part, push.worker
+        part = push.part
         if self.workers[worker].life != push.life:
             return
         staleness = self.versions[part] - push.taken

@@ -20,7 +20,7 @@ from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange import landing
 from optx_sync.exchange.agree import agree
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
 from optx_sync.metrics import Info
 from optx_sync.options import Refused, refuse
 from optx_sync.placement.axes import stack
@@ -95,7 +95,7 @@ _NOT_DECOUPLED: Refused[_Terms] = (
         lambda o: o.merge.remembers,
         "merge= combines what has come to the center, which remembers nothing of those "
         "that came. Pass an exchange without a memory, such as "
-        "oxs.exchange.coordinate_median().",
+        "oxs.exchange.median().",
     ),
     (
         lambda o: o.rule.weigh is not None and not o.merge.takes_weights,
@@ -164,7 +164,8 @@ def decoupled(
         tokens: Behind each step.
         weigh: `(at: Round) -> weight` of a contribution in the mean, traced; 0 drops
             it. `lambda at: at.tokens**2 / at.steps` is the paper's. In a meeting of one
-            it is the factor of the contribution, as in `asynchronous`.
+            it is the factor of the contribution, as in `asynchronous`; but `staleness`
+            counts those that were dropped, too, since the clock knows no numbers.
         record: As in `asynchronous`; an event is one of the timeline.
 
     Returns:
@@ -491,7 +492,7 @@ class _Run(NamedTuple):
                 landing.Landing(_AXIS),
                 tree,
                 (),
-                Info(),
+                Info(outliers=start_outliers(self.merge)),
                 weight=weight if weighed else come,
                 summed=self.rule.mean_over is None,
             ).mean
