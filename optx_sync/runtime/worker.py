@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
@@ -16,12 +16,13 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.trees import Tree
 
@@ -39,23 +40,23 @@ class Connection(Protocol):
         """Whether all workers have joined."""
         ...
 
-    def send(self, push: Push) -> Callable[[], Reply]:
+    def send(self, push: Push) -> Pending:
         """Send a push of a part.
 
-        The function that it returns waits for the answer, sends the push again if need
-        be, and raises `PushRefused` if it was refused.
+        A call of the answer waits for it, sends the push again if need be, and raises
+        `PushRefused` if it was refused.
         """
         ...
 
-    def wait(self, worker: int) -> Reply:
-        """Wait for a token, for a limited time."""
+    def asked(self, worker: int, part: int, met: int) -> bool:
+        """Whether to push a part now (see `Server.asked`), without waiting."""
         ...
 
 
 class _Sent(NamedTuple):
     """Pushes that are on their way."""
 
-    answers: dict[int, Callable[[], Reply]]  # by part
+    answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
     begin: float
 
@@ -82,6 +83,7 @@ class Worker:
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
+        meet: As the server's.
         keep_state: Send the inner state along every so many rounds; see `run`.
         num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
@@ -96,7 +98,8 @@ class Worker:
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two, those that
             the center absorbed.
-        used: `False` if the last gradient was stale (`SyncReplicas`).
+        used: `False` if what it pushed last was dropped: a stale gradient
+            (`SyncReplicas`), or one that came after its meeting (`quorum`).
         restarts: The number of earlier workers with this index.
         incarnation: A number that distinguishes it from them.
         place: Notes of the program for its successor, such as its position in the data:
@@ -136,6 +139,7 @@ class Worker:
         fragments: Fragments | None = None,
         delay: int | None = None,
         keep_local: float | None = None,
+        meet: Quorum | None = None,
         keep_state: int = 0,
         num_servers: int = 1,
         synchronous: bool = False,
@@ -143,7 +147,7 @@ class Worker:
         check_period(communication_period)
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay, keep_local,
-            pull_exchange,
+            pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
@@ -153,6 +157,7 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
+        self._shared: bool = way.meet.shared
         integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
         self._keep_state: int = keep_state
         self._decodes: bool = pull_exchange is not None
@@ -199,11 +204,32 @@ class Worker:
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
             due = self._own.step(grads, self.local_step - 1)
-            if self._sent is not None and (due or self._own.steps >= self._delay):
+            if self._sent is not None and self._may_land(due):
                 self._land()
-        if due:
-            turns = self.layout.turns
-            self._exchange(turns[self.rounds % len(turns)], what_to_show, self._delay)
+        turn = self._turn()
+        if self._sent is None and (due or self._is_asked(turn)):
+            self._exchange(turn, what_to_show, self._delay)
+
+    def _may_land(self, due: bool) -> bool:
+        late = self._own.steps >= self._delay
+        if not self._shared:
+            return due or late
+        answers = self._sent.answers.values() if self._sent else ()
+        return late and all(answer.is_there() for answer in answers)
+
+    def _turn(self) -> tuple[int, ...]:
+        """The parts that meet next."""
+        turns = self.layout.turns
+        if not self._shared:
+            return turns[self.rounds % len(turns)]
+        # Where one has missed meetings, the parts that others meet next.
+        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+
+    def _is_asked(self, turn: tuple[int, ...]) -> bool:
+        if not self._shared:
+            return False
+        ask = self.connection.asked
+        return any(ask(self.index, part, self._steps[part]) for part in turn)
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -271,6 +297,8 @@ class Worker:
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = time.perf_counter()
+        pace = (begin - self._paced) / max(self._own.steps, 1)
+        self._paced: float = begin
         outgoing = {part: self._own.outgoing(part) for part in parts}
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
@@ -294,6 +322,8 @@ class Worker:
                 state=state,
                 place=place,
                 confirms=self._confirms[part],
+                met=self._steps[part],
+                step_seconds=pace,
             )
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
@@ -314,12 +344,7 @@ class Worker:
                 refused = error
                 continue
             self._hear(part, reply)
-            self.staleness = reply.staleness
-            while reply.waiting:
-                # Sent again to a restored server, it may be stale there.
-                reply = self.connection.wait(self.index)
-                self._hear(part, reply)
-            self.used = reply.used
+            self.staleness, self.used = reply.staleness, reply.used
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply.arrays, self._place)
@@ -342,6 +367,7 @@ class Worker:
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
         self._torn: bool = True
+        self._paced = time.perf_counter()
         joined = self.connection.join(self.index)
         self._sent: _Sent | None = None
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
