@@ -9,7 +9,6 @@ import dataclasses
 import enum
 import heapq
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,10 +46,10 @@ class Happening(NamedTuple):
     kind: Kind
     worker: int  # -1: of none
     part: int  # -1: of none
-    # Of STEP, since the worker's last turn; of PUSH and what comes of it, since it took
-    # the part; this one included.
+    # Of STEP, since the worker's last push; of PUSH and what comes of it, since the
+    # last one of the part; this one included.
     steps: int
-    tokens: float  # as many, or those that were given
+    tokens: float  # behind so many steps, or of this STEP
     staleness: int  # of JOIN and LATE: meetings of the part since the worker took it
     pushed: int  # of PUSH and what comes of it: the worker's pushes so far
     come: tuple[int, ...]  # of CLOSE: the workers whose contributions are absorbed
@@ -122,22 +121,23 @@ def clock(
 ) -> Timeline:
     r"""Virtual time: goodput, staleness, bytes and participation of decoupled workers.
 
-    A worker is due H / P steps after its last contribution, with the part that has the
-    fewest meetings known to it. Its contribution opens a meeting, which asks all
-    others: each contributes at the end of its next step. A meeting is full as `meet`
-    says, waits the seconds of its grace, closes and answers those that came. From
-    `delay` steps after its contribution on a worker takes the answer as soon as it is
-    there; with 0 it waits for it, and else it never stands still. A contribution that
-    started from an older center of its part is late, and answered with the current one.
+    A worker's turn is the part with the fewest meetings known to it, and due H / P
+    steps after its last contribution, or at the end of its next step where others have
+    opened the meeting after the one that it knows. A meeting is full as `meet` says,
+    waits the seconds of its grace, or until all have come, and answers those that came.
+    From `delay` steps after its contribution on a worker takes the answer as soon as it
+    is there; with 0 it waits for it, and else it never stands still. A contribution
+    that started from an older center of its part is late, and answered with the current
+    one.
 
     A worker that dies loses its step, and what is on the way from and to it. Back again
     it starts with all parts of the center. One that is back at `inf` has left: no
     meeting waits for it.
 
-    The grace of a meeting counts on the steps of the worker that opened it, and on its
-    link. What happens at the same second happens in this order: deaths, returns, ends
-    of steps, arrivals, closings, questions and answers; of the same kind, by the number
-    of the worker or part.
+    The grace of a meeting counts on the last step of the fastest that has come, and
+    twice the first one's link. What happens at the same second happens in this order:
+    deaths, returns, ends of steps, arrivals, closings and answers; of the same kind, by
+    the number of the worker or part.
 
     Args:
         seconds: Of each worker's step: N numbers, or `(worker, step) -> seconds`.
@@ -148,8 +148,8 @@ def clock(
             next.
         delay: Steps from a contribution to its answer, at most H / P.
         part_bytes: [P], the bytes of each part in a message.
-        link: `(worker, bytes, second) -> seconds` that a message takes, of 0 bytes for
-            the question of a meeting. `None`: none.
+        link: `(worker, bytes, second) -> seconds` that a message takes, one of 0 bytes
+            to hear of a meeting. `None`: none.
         failures: Each `(worker, dies at, is back at)`, in seconds.
         tokens: Behind each step: N numbers, or `(worker, step) -> tokens`. `None`: 1.
 
@@ -232,39 +232,40 @@ def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:
     return checked
 
 
-class _Worker:
-    """What a worker knows, and what it has on the way."""
-
-    def __init__(self, parts: int):
-        self.local_step = self.life = 0
-        self.alive, self.left, self.waits = True, False, False
-        self.pushed = [0] * parts  # its pushes of each part, in all its lives
-        self.start([0] * parts)
-
-    def start(self, versions: list[int]) -> None:
-        """Begin with these versions of the parts of the center."""
-        parts = len(versions)
-        self.taken = list(versions)
-        self.since = 0  # steps since its last turn
-        self.steps, self.tokens = [0] * parts, [0.0] * parts  # since it took each part
-        self.seconds = [0.0] * parts
-        self.asked: dict[int, int] = {}  # by part, the version that the meeting is of
-        self.sent: dict[int, int] = {}  # by part on the way, the step of its push
-        self.answers: dict[int, int] = {}  # by part, the version that has come
-        self.step_seconds = 0.0  # of its last step
-
-
 class _Push(NamedTuple):
     """A contribution on its way, or in a meeting."""
 
     worker: int
     life: int  # of the worker when it sent it
     part: int
-    taken: int  # the version of the part that it started from
+    version: int  # of the part that it started from
+    local_step: int
     steps: int
     tokens: float
-    seconds: float
+    step_seconds: float  # of the last step
+    seconds: float  # of the steps since the worker took the part
     pushed: int
+
+
+class _Worker:
+    """What a worker knows, and what it has on the way."""
+
+    def __init__(self, parts: int):
+        self.local_step = self.life = 0
+        self.left = self.waits = False
+        self.pushed = [0] * parts  # its pushes of each part, in all its lives
+        self.start([0] * parts)
+
+    def start(self, versions: list[int]) -> None:
+        """Begin with these versions of the parts of the center."""
+        self.versions = list(versions)
+        self.since = 0  # steps since its last turn
+        zeros = [0.0] * len(versions)
+        # Since its last push of each part, and the seconds since it took it.
+        self.steps, self.tokens, self.seconds = [0] * len(versions), zeros, [*zeros]
+        self.sent: _Push | None = None
+        self.answer: int | None = None  # the version that has come
+        self.step_seconds = 0.0  # of its last step
 
 
 @dataclasses.dataclass
@@ -272,13 +273,13 @@ class _Meeting:
     """An open meeting of a part."""
 
     opened: float
-    opener: _Push
+    first: int  # the worker that opened it
     come: dict[int, _Push] = dataclasses.field(default_factory=dict)
-    closing: bool = False
+    closes: float = math.inf
 
 
 # The order of what happens at the same second.
-_ORDER = "die back end_step arrive close ask answer go_on".split()
+_ORDER: list[Any] = "die back end_step arrive close hear go_on".split()
 
 
 @dataclasses.dataclass
@@ -299,11 +300,12 @@ class _Run:
         self.queue: list[Any] = []
         self.set_off, self.now = 0, 0.0
         self.events: list[Happening] = []
+        # Of each part, when each of its meetings was opened, and how many have closed.
+        self.opened: list[list[float]] = [[] for _ in self.parts]
         self.versions: list[int] = [0] * len(self.parts)
         self.meetings: dict[int, _Meeting] = {}
-        self.totals: dict[str, np.ndarray] = defaultdict(
-            lambda: np.zeros(len(self.workers))
-        )
+        names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
+        self.totals = {name: np.zeros(len(self.workers)) for name in names}
 
     def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
         """Let something happen at a second."""
@@ -316,19 +318,23 @@ class _Run:
         while self.queue and self.queue[0][0] <= self.until:
             self.now, _, what, arguments = heapq.heappop(self.queue)
             what(*arguments)
-        names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
-        totals = (self.totals[name] for name in names)
-        return Timeline(tuple(self.events), len(self.workers), self.until, *totals)
+        number = len(self.workers)
+        return Timeline(tuple(self.events), number, self.until, **self.totals)
 
     def note(self, kind: Kind, worker: int = -1, part: int = -1, **more: Any) -> None:
         """Write down what happens now."""
         known = {"steps": 0, "tokens": 0.0, "staleness": 0, "pushed": 0, "come": ()}
         self.events.append(Happening(self.now, kind, worker, part, **(known | more)))
 
+    def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
+        """Write down what becomes of a contribution."""
+        of = {name: getattr(push, name) for name in ("steps", "tokens", "pushed")}
+        self.note(kind, push.worker, push.part, staleness=staleness, **of)
+
     def go_on(self, worker: int, life: int) -> None:
         """A worker begins a step."""
         w = self.workers[worker]
-        if w.life == life and w.alive:
+        if w.life == life:
             w.step_seconds = self.seconds(worker, w.local_step)
             self.later(self.now + w.step_seconds, self.end_step, worker, life)
 
@@ -346,134 +352,119 @@ class _Run:
         self.totals["step_seconds"][worker] += w.step_seconds
         self.note(Kind.STEP, worker, steps=w.since, tokens=tokens)
         self.take(worker)
-        w.asked = {part: of for part, of in w.asked.items() if w.taken[part] <= of}
-        free = [p for p, n in enumerate(w.steps) if n and p not in w.sent]
-        turn = [part for part in free if part in w.asked]
-        if not turn and w.since >= self.between:
-            turn = sorted(free, key=lambda part: (self.known(worker, part), part))[:1]
-        for part in turn:
-            self.push(worker, part)
-        w.waits = not self.delay and bool(w.sent)
+        part = self.turn(w)
+        # A part that it has taken just now has no step of its own yet.
+        if w.sent is None and w.seconds[part]:
+            if w.since >= self.between or self.is_asked(worker, part):
+                self.push(worker, part)
+        w.waits = not self.delay and w.sent is not None
         if not w.waits:
             self.go_on(worker, life)
 
-    def known(self, worker: int, part: int) -> int:
-        """The meetings of a part that a worker knows: its own, if it meets alone."""
-        w = self.workers[worker]
-        return w.taken[part] if self.meet.shared else w.pushed[part]
+    def turn(self, w: _Worker) -> int:
+        """The part with the fewest meetings: all that it knows, or its own alone."""
+        known = w.versions if self.meet.shared else w.pushed
+        return known.index(min(known))
+
+    def is_asked(self, worker: int, part: int) -> bool:
+        """Whether a worker has heard of a meeting after those that it knows."""
+        opened = self.opened[part][self.workers[worker].versions[part] :]
+        if not self.meet.shared or not opened:
+            return False
+        return opened[0] + self.link(worker, 0.0, opened[0]) < self.now
 
     def push(self, worker: int, part: int) -> None:
         """A worker sends its contribution to a part."""
         w, size = self.workers[worker], self.parts[part]
-        w.since = 0
-        w.asked.pop(part, None)
-        w.sent[part] = w.local_step
         w.pushed[part] += 1
-        of = (w.steps[part], w.tokens[part], w.seconds[part], w.pushed[part])
-        push = _Push(worker, w.life, part, w.taken[part], *of)
+        w.sent = _Push(
+            worker, w.life, part, w.versions[part], w.local_step, w.steps[part],
+            w.tokens[part], w.step_seconds, w.seconds[part], w.pushed[part],
+        )  # fmt: skip
+        w.since, w.steps[part], w.tokens[part] = 0, 0, 0.0
         self.totals["bytes_up"][worker] += size
-        self.noted(Kind.PUSH, push)
-        self.later(
-            self.now + self.link(worker, size, self.now), self.arrive, worker, push
-        )
-
-    def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
-        """Write down what becomes of a contribution."""
-        of = {name: getattr(push, name) for name in ("steps", "tokens", "pushed")}
-        self.note(kind, push.worker, push.part, staleness=staleness, **of)
+        self.noted(Kind.PUSH, w.sent)
+        at = self.now + self.link(worker, size, self.now)
+        self.later(at, self.arrive, worker, w.sent)
 
     def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
         part = push.part
         if self.workers[worker].life != push.life:
             return
-        staleness = self.versions[part] - push.taken
+        staleness = self.versions[part] - push.version
         if self.meet.shared and staleness:
             self.noted(Kind.LATE, push, staleness)
             self.reply(push)
             return
         if part not in self.meetings:
-            self.meetings[part] = _Meeting(self.now, push)
-            self.ask_others(part, worker)
+            self.meetings[part] = _Meeting(self.now, worker)
+            self.opened[part].append(self.now)
         self.noted(Kind.JOIN, push, staleness)
         self.meetings[part].come[worker] = push
         self.fill(part)
 
-    def ask_others(self, part: int, opener: int) -> None:
-        """Ask all others to a meeting that has been opened."""
-        for other, w in enumerate(self.workers):
-            if self.meet.shared and other != opener and w.alive:
-                at = self.now + self.link(other, 0.0, self.now)
-                self.later(at, self.ask, other, w.life, part, self.versions[part])
-
-    def ask(self, worker: int, life: int, part: int, version: int) -> None:
-        """A worker is asked to a meeting."""
-        if self.workers[worker].life == life:
-            self.workers[worker].asked[part] = version
-
     def fill(self, part: int) -> None:
-        """Let a meeting close if it is full: at once, or after its grace."""
+        """Let a meeting close if it is full: after its grace, or once all have come."""
         meeting = self.meetings[part]
-        present = sum(not w.left for w in self.workers)
-        if meeting.closing or not self.meet.is_full(len(meeting.come), present):
+        present = {number for number, w in enumerate(self.workers) if not w.left}
+        if not self.meet.is_full(len(meeting.come), len(present)):
             return
-        meeting.closing = True
         if not self.meet.shared:
-            self.close(part)
+            self.close(part, self.now)
             return
-        opener, size = meeting.opener.worker, self.parts[part]
-        sync = 2 * self.link(opener, size, self.now)
-        step = self.workers[opener].step_seconds
-        wait = self.now - meeting.opened
-        grace = self.meet.grace_seconds(step, self.delay, wait, sync)
-        self.later(self.now + grace, self.close, part)
+        grace = 0.0
+        if not present <= meeting.come.keys():
+            step = min(push.step_seconds for push in meeting.come.values())
+            sync = 2 * self.link(meeting.first, self.parts[part], self.now)
+            spent = self.now - meeting.opened
+            grace = self.meet.grace_seconds(step, self.delay, spent, sync)
+        if self.now + grace < meeting.closes:
+            meeting.closes = self.now + grace
+            self.later(meeting.closes, self.close, part, meeting.closes)
 
-    def close(self, part: int) -> None:
+    def close(self, part: int, closes: float) -> None:
         """The center absorbs what has come, and answers."""
-        come = self.meetings.pop(part).come
+        meeting = self.meetings.get(part)
+        if meeting is None or (self.meet.shared and meeting.closes != closes):
+            return
+        del self.meetings[part]
         self.versions[part] += 1
-        self.note(Kind.CLOSE, part=part, come=tuple(sorted(come)))
-        for worker in sorted(come):
-            push = come[worker]
+        self.note(Kind.CLOSE, part=part, come=tuple(sorted(meeting.come)))
+        for worker, push in sorted(meeting.come.items()):
             self.totals["kept_seconds"][worker] += push.seconds / len(self.parts)
             self.reply(push)
 
     def reply(self, push: _Push) -> None:
         """Send a worker the center's part as it is now."""
-        worker, part, life = push.worker, push.part, push.life
-        if self.workers[worker].life == life:
-            size, version = self.parts[part], self.versions[part]
+        worker, size = push.worker, self.parts[push.part]
+        if self.workers[worker].life == push.life:
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)
-            self.later(at, self.answer, worker, life, part, version)
+            self.later(at, self.hear, worker, push.life, self.versions[push.part])
 
-    def answer(self, worker: int, life: int, part: int, version: int) -> None:
+    def hear(self, worker: int, life: int, version: int) -> None:
         """An answer comes to a worker, which takes it now if it waits."""
         w = self.workers[worker]
-        if w.life != life:
-            return
-        w.answers[part] = version
-        if w.waits:
-            self.take(worker)
-            w.waits = bool(w.sent)
-            if not w.waits:
+        if w.life == life:
+            w.answer = version
+            if w.waits:
+                self.take(worker)
                 self.go_on(worker, life)
 
     def take(self, worker: int) -> None:
-        """A worker takes the answers that are there, if it is time."""
-        w = self.workers[worker]
-        for part in sorted(w.answers):
-            if w.local_step - w.sent[part] >= self.delay:
-                steps = w.local_step - w.sent.pop(part)
-                w.taken[part] = w.answers.pop(part)
-                w.steps[part], w.tokens[part], w.seconds[part] = 0, 0.0, 0.0
-                self.note(Kind.TAKE, worker, part, steps=steps)
+        """A worker takes the answer, if it is there and it is time."""
+        w, sent = self.workers[worker], self.workers[worker].sent
+        if sent and w.answer and w.local_step - sent.local_step >= self.delay:
+            w.versions[sent.part], w.seconds[sent.part] = w.answer, 0.0
+            w.sent = w.answer = None
+            self.note(Kind.TAKE, worker, sent.part, steps=sent.steps)
 
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""
         w = self.workers[worker]
         w.life += 1
-        w.alive, w.waits, w.left = False, False, math.isinf(back)
+        w.waits, w.left = False, math.isinf(back)
         self.note(Kind.DIE, worker)
         self.later(back, self.back, worker, w.life)
         for part in list(self.meetings) if w.left else []:
@@ -483,9 +474,7 @@ class _Run:
         """A worker starts again, with all parts of the center."""
         w, size = self.workers[worker], sum(self.parts)
         if w.life == life:
-            w.alive = True
             w.start(self.versions)
-            w.asked = {part: self.versions[part] for part in self.meetings}
             self.note(Kind.BACK, worker)
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)

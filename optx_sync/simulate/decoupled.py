@@ -80,16 +80,10 @@ class _Terms(NamedTuple):
 
 _NOT_DECOUPLED: Refused[_Terms] = (
     (
-        lambda o: o.delay and "center" in o.rule.reads,
+        lambda o: o.delay and not o.meet.shared and "center" in o.rule.reads,
         "The contribution of this rule reads the center as it is when it arrives, and "
         "with delay={0.delay} its worker has gone on by then. Leave delay out, or write"
         " the rule with own.taken and declare what it reads.",
-    ),
-    (
-        lambda o: o.delay and o.rule.accumulate is not None,
-        "A rule that sums up between rounds counts from its contribution on, and a "
-        "worker's steps here count from its answer on, delay={0.delay} steps later. "
-        "Leave delay out.",
     ),
     (
         lambda o: o.merge.remembers,
@@ -420,8 +414,7 @@ class _Run(NamedTuple):
             brought, counts = work.weigh_alone(rule, brought, at)
             weight = counts.astype(jnp.float32)
         elif rule.weigh is not None:
-            with jax.numpy_dtype_promotion("standard"):
-                weight = jnp.asarray(rule.weigh(at), jnp.float32)
+            weight = jnp.asarray(work.factor_of(rule, at), jnp.float32)
         own = own._replace(
             brought=self.parts.put(own.brought, part, brought),
             weights=own.weights.at[part].set(weight),
@@ -456,7 +449,9 @@ class _Run(NamedTuple):
             parts.pick(state.center, part), state.outer[part] if state.outer else ()
         )
         total = self.merged(brought, row.come, weights)
-        after = work.absorb(rule, before, total, num_workers=self.at.num_workers)
+        # As in lockstep, an outer optimizer sees the workers of a meeting as one.
+        alone = {"num_workers": self.at.num_workers} if self.alone else {}
+        after = work.absorb(rule, before, total, **alone)
         if rule.weigh is not None:
             after = where(jnp.any(weights > 0), after, before)
 

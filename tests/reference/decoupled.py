@@ -28,7 +28,7 @@ def decoupled(
     parts, workers = len(start), range(len(seconds))
     center, trace = np.array(start), np.zeros_like(start)
     version, open_since = [0] * parts, [None] * parts
-    come, closes, opener = [{} for _ in range(parts)], [None] * parts, [0] * parts
+    come, closes = [{} for _ in range(parts)], [None] * parts
     meetings, lates, messages, made = [], [], [], 0
     alive, left, life = (
         [True] * len(seconds),
@@ -39,6 +39,7 @@ def decoupled(
     anchor = [np.array(start) for _ in workers]
     known = [[0] * parts for _ in workers]
     age = [[0] * parts for _ in workers]
+    fresh = [[0] * parts for _ in workers]  # the worker's step when it took the part
     on_way = [{} for _ in workers]  # part: the worker's step when it sent
     mail = [{} for _ in workers]  # part: (version, values)
     asked = [{} for _ in workers]
@@ -48,10 +49,13 @@ def decoupled(
         messages.append((second + latency, life[w], w, what, content))
 
     def full(part, second):
-        present = sum(not gone for gone in left)
-        if closes[part] is None and len(come[part]) >= max(1, min(k, present)):
-            spare = delay * seconds[opener[part]] - (second - open_since[part])
-            closes[part] = second + max(0, grace * (spare - 2 * latency))
+        present = {w for w, gone in enumerate(left) if not gone}
+        if present <= set(come[part]):
+            closes[part] = second
+        elif closes[part] is None and len(come[part]) >= max(1, min(k, len(present))):
+            spare = delay * min(seconds[w] for w in come[part])
+            spare -= second - open_since[part] + 2 * latency
+            closes[part] = second + max(0, grace * spare)
 
     def take(w):
         for p in sorted(mail[w]):
@@ -59,7 +63,7 @@ def decoupled(
                 known[w][p], values = mail[w].pop(p)
                 del on_way[w][p]
                 x[w][p] = anchor[w][p] = values
-                age[w][p] = 0
+                fresh[w][p] = local[w]
 
     for second in range(until + 1):
         for w, dies, back in failures:
@@ -91,15 +95,12 @@ def decoupled(
             made, local[w], since[w] = made + 1, local[w] + 1, since[w] + 1
             age[w] = [a + 1 for a in age[w]]
             take(w)
-            free = [p for p in range(parts) if age[w][p] and p not in on_way[w]]
-            turn = [p for p in free if asked[w].get(p, -1) >= known[w][p]]
-            if not turn and since[w] >= between and free:
-                turn = [min(free, key=lambda p: known[w][p])]
-            for p in turn:
-                asked[w].pop(p, None)
+            p = int(np.argmin(known[w]))
+            wanted = asked[w].get(p, -1) >= known[w][p] or since[w] >= between
+            if wanted and not on_way[w] and fresh[w][p] < local[w]:
                 weight = (age[w][p] * tokens[w]) ** 2 / age[w][p]
                 send(second, w, "push", p, known[w][p], anchor[w][p] - x[w][p], weight)
-                on_way[w][p], since[w] = local[w], 0
+                on_way[w][p], since[w], age[w][p] = local[w], 0, 0
             ends[w] = second + seconds[w] if delay or not on_way[w] else None
         due = [m for m in messages if m[0] == second]
         for _, of, w, what, content in due:
@@ -111,7 +112,7 @@ def decoupled(
                 send(second, w, "answer", p, version[p], np.array(center[p]))
                 continue
             if not come[p]:
-                open_since[p], opener[p] = second, w
+                open_since[p] = second
                 for other in workers:
                     if other != w and alive[other]:
                         send(second, other, "ask", p, version[p])
