@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import one, quorum
+from optx_sync.runtime import Server, Worker, one, quorum
 from optx_sync.simulate import Kind, asynchronous, clock, decoupled
 from tests.reference import decoupled as restated
 from tests.refusals import all_refused
@@ -141,6 +141,29 @@ def test_second_by_second(latency, delay, k, grace):
     assert [(e.second, e.worker) for e in line.of(Kind.LATE)] == lates
     assert bool(lates) == (k == 2)
     assert_close(found.final.center, center.reshape(4, 4), 2e-6)
+
+
+@pytest.mark.parametrize(("k", "delay"), [(1, 2), (2, 1), (2, 4), (3, 2)])
+def test_it_is_what_servers_and_workers_do(k, delay):
+    """Real ones in this process, which step in the order of the virtual clock.
+
+    No two steps end at the same second: of such the clock asks nobody before the end.
+    """
+    rule = DILOCO._replace(weigh=lambda at: at.tokens**2 / at.steps)
+    options: Any = {"communication_period": 8, "fragments": 2, "delay": delay}
+    found = run([1.0, 1.37, 2.7183], rule=rule, until=200, meet=quorum(k), **options)
+    options |= {"num_workers": 3, "meet": quorum(k)}
+    server = Server(ROWS, rule, **options)
+    workers = [
+        Worker(server, ROWS, optax.sgd(0.1), rule, index=index, **options)
+        for index in range(3)
+    ]
+    for number, who in enumerate(found.timeline.workers):
+        workers[who].step(pulled(who, workers[who].params, number))
+    assert server.global_step == len(found.timeline.of(Kind.CLOSE)) >= 36
+    assert_close(server.center(), found.final.center)
+    if k == 2:
+        assert found.timeline.of(Kind.LATE)
 
 
 @pytest.mark.parametrize("absent", [[1, 1, 1e9], [1, 1, 1]])

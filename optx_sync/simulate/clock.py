@@ -169,7 +169,7 @@ def clock(
         ...     meet=oxs.runtime.quorum(2),
         ... )
         >>> f"{line.goodput:.0%}, {line.participation:.0%}"
-        '69%, 70%'
+        '65%, 67%'
 
     References:
         Decoupled DiLoCo, arXiv 2604.21428.
