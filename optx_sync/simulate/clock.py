@@ -226,10 +226,23 @@ def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:
 
     def checked(worker: int, step: int) -> float:
         value = given(worker, step)
-        interval("(0, inf)", f"Of worker {worker} in step {step}.", **{name: value})
+        if not 0 < value < math.inf:
+            interval("(0, inf)", f"Of worker {worker} in step {step}.", **{name: value})
         return float(value)
 
     return checked
+
+
+class _Made(NamedTuple):
+    """What a worker has made so far, or did between two times."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def since(self, then: "_Made") -> "_Made":
+        """What it has made since then."""
+        return _Made(*(now - old for now, old in zip(self, then, strict=True)))
 
 
 class _Push(NamedTuple):
@@ -240,8 +253,7 @@ class _Push(NamedTuple):
     part: int
     version: int  # of the part that it started from
     local_step: int
-    steps: int
-    tokens: float
+    made: _Made  # since the push of the part before
     step_seconds: float  # of the last step
     seconds: float  # of the steps since the worker took the part
     pushed: int
@@ -251,7 +263,7 @@ class _Worker:
     """What a worker knows, and what it has on the way."""
 
     def __init__(self, parts: int):
-        self.local_step = self.life = 0
+        self.life, self.made = 0, _Made()
         self.left = self.waits = False
         self.pushed = [0] * parts  # its pushes of each part, in all its lives
         self.start([0] * parts)
@@ -259,10 +271,9 @@ class _Worker:
     def start(self, versions: list[int]) -> None:
         """Begin with these versions of the parts of the center."""
         self.versions = list(versions)
-        self.since = 0  # steps since its last turn
-        zeros = [0.0] * len(versions)
-        # Since its last push of each part, and the seconds since it took it.
-        self.steps, self.tokens, self.seconds = [0] * len(versions), zeros, [*zeros]
+        # What it had made at its last push, and when it pushed and took each part.
+        self.turned = self.made
+        self.brought, self.taken = ([self.made] * len(versions) for _ in range(2))
         self.sent: _Push | None = None
         self.answer: int | None = None  # the version that has come
         self.step_seconds = 0.0  # of its last step
@@ -328,14 +339,16 @@ class _Run:
 
     def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
         """Write down what becomes of a contribution."""
-        of = {name: getattr(push, name) for name in ("steps", "tokens", "pushed")}
-        self.note(kind, push.worker, push.part, staleness=staleness, **of)
+        self.note(
+            kind, push.worker, push.part, staleness=staleness, steps=push.made.steps,
+            tokens=push.made.tokens, pushed=push.pushed,
+        )  # fmt: skip
 
     def go_on(self, worker: int, life: int) -> None:
         """A worker begins a step."""
         w = self.workers[worker]
         if w.life == life:
-            w.step_seconds = self.seconds(worker, w.local_step)
+            w.step_seconds = self.seconds(worker, w.made.steps)
             self.later(self.now + w.step_seconds, self.end_step, worker, life)
 
     def end_step(self, worker: int, life: int) -> None:
@@ -343,19 +356,17 @@ class _Run:
         w = self.workers[worker]
         if w.life != life:
             return
-        tokens = self.tokens(worker, w.local_step)
-        w.local_step += 1
-        w.since += 1
-        w.steps = [old + 1 for old in w.steps]
-        w.tokens = [old + tokens for old in w.tokens]
-        w.seconds = [old + w.step_seconds for old in w.seconds]
+        steps, tokens, seconds = w.made
+        more = self.tokens(worker, steps)
+        w.made = _Made(steps + 1, tokens + more, seconds + w.step_seconds)
+        since = w.made.steps - w.turned.steps
+        self.note(Kind.STEP, worker, steps=since, tokens=more)
         self.totals["step_seconds"][worker] += w.step_seconds
-        self.note(Kind.STEP, worker, steps=w.since, tokens=tokens)
         self.take(worker)
         part = self.turn(w)
         # A part that it has taken just now has no step of its own yet.
-        if w.sent is None and w.seconds[part]:
-            if w.since >= self.between or self.is_asked(worker, part):
+        if w.sent is None and w.taken[part] != w.made:
+            if since >= self.between or self.is_asked(worker, part):
                 self.push(worker, part)
         w.waits = not self.delay and w.sent is not None
         if not w.waits:
@@ -377,11 +388,13 @@ class _Run:
         """A worker sends its contribution to a part."""
         w, size = self.workers[worker], self.parts[part]
         w.pushed[part] += 1
+        made = w.made.since(w.brought[part])
+        seconds = w.made.since(w.taken[part]).seconds
         w.sent = _Push(
-            worker, w.life, part, w.versions[part], w.local_step, w.steps[part],
-            w.tokens[part], w.step_seconds, w.seconds[part], w.pushed[part],
+            worker, w.life, part, w.versions[part], w.made.steps, made,
+            w.step_seconds, seconds, w.pushed[part],
         )  # fmt: skip
-        w.since, w.steps[part], w.tokens[part] = 0, 0, 0.0
+        w.turned = w.brought[part] = w.made
         self.totals["bytes_up"][worker] += size
         self.noted(Kind.PUSH, w.sent)
         at = self.now + self.link(worker, size, self.now)
@@ -455,10 +468,10 @@ class _Run:
     def take(self, worker: int) -> None:
         """A worker takes the answer, if it is there and it is time."""
         w, sent = self.workers[worker], self.workers[worker].sent
-        if sent and w.answer and w.local_step - sent.local_step >= self.delay:
-            w.versions[sent.part], w.seconds[sent.part] = w.answer, 0.0
+        if sent and w.answer and w.made.steps - sent.local_step >= self.delay:
+            w.versions[sent.part], w.taken[sent.part] = w.answer, w.made
             w.sent = w.answer = None
-            self.note(Kind.TAKE, worker, sent.part, steps=sent.steps)
+            self.note(Kind.TAKE, worker, sent.part)
 
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""
