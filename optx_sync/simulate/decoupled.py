@@ -225,8 +225,7 @@ def decoupled(
         run.advance, run.view, run.start(params), _rows(timeline), record
     )
     happened = np.array([event.second for event in timeline.events])
-    seconds_of = happened[np.asarray(kept)]
-    return DecoupledRecord(*views, kept, seconds_of, recorded, final, timeline)
+    return DecoupledRecord(*views, kept, happened[kept], recorded, final, timeline)
 
 
 class _Row(NamedTuple):
@@ -322,132 +321,140 @@ class _Run(NamedTuple):
         return state.params, state.center
 
     def advance(
-        self, state: DecoupledState, numbered: tuple[_Row, jax.Array]
+        self, state: DecoupledState, event: tuple[_Row, jax.Array]
     ) -> tuple[DecoupledState, tuple[()]]:
-        """The state after an event."""
-        row, _ = numbered
-        number = self.parts.number
-        of_parts = (self.push, self.join, self.late, self.close, self.take)
-        handlers = [self.step, self.nothing, self.back]
-        handlers += [
-            functools.partial(handler, part)
-            for handler in of_parts
-            for part in range(number)
-        ]
-        first = jnp.array(
-            [0, 3, 3 + number, 3 + 2 * number, 3 + 3 * number, 3 + 4 * number, 1, 2]
-        )
-        branch = first[row.kind] + jnp.maximum(row.part, 0)
-        place = jnp.maximum(row.worker, 0)
-        own = row_of(state.learners, place)
-        return jax.lax.switch(branch, handlers, state, own, row), ()
+        """The state after an event: a meeting that closes, or what one worker does."""
+        row, _ = event
+        return jax.lax.cond(
+            row.kind == Kind.CLOSE, self.close, self.act, state, row
+        ), ()
 
-    def put(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
-        """The state with this row's worker."""
-        place = jnp.maximum(row.worker, 0)
-        learners = with_row(state.learners, place, own)
+    def act(self, state: DecoupledState, row: _Row) -> DecoupledState:
+        """What one worker does, which moves nothing but its own."""
+        parts = range(self.parts.number)
+        whole = {Kind.STEP: self.step, Kind.BACK: self.back, Kind.DIE: self.nothing}
+        of_part = {Kind.JOIN: self.join, Kind.LATE: self.late, Kind.TAKE: self.take}
+        # The contribution of a worker that waits is made when it arrives.
+        table = of_part | {Kind.PUSH: self.push} if self.goes_on else of_part
+        branches: list[Callable] = list(whole.values())
+        first = np.full(len(Kind), branches.index(self.nothing), np.int32)
+        first[list(whole)] = range(len(whole))
+        for kind, handler in table.items():
+            first[kind] = len(branches)
+            branches += [functools.partial(handler, part) for part in parts]
+        several = np.isin(np.arange(len(Kind)), list(table)).astype(np.int32)
+        place = jnp.asarray(first)[row.kind] + jnp.asarray(several)[row.kind] * row.part
+        own = row_of(state.learners, row.worker)
+        own = jax.lax.switch(place, branches, own, state.center, row)
+        learners = with_row(state.learners, row.worker, own)
         return state._replace(learners=learners, params=own.worker.params)
 
-    def nothing(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
-        """A worker dies: what it has is replaced when it is back."""
-        return self.put(state, own, row)
+    def nothing(self, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker dies, and what it has is replaced when it is back."""
+        return own
 
-    def step(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
+    def step(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker makes a step of its own."""
-        params = own.worker.params
-        grads = self.grad_fn(row.worker, params, row.step)
-        check_grads(grads, params)
+        grads = self.grad_fn(row.worker, own.worker.params, row.step)
+        check_grads(grads, own.worker.params)
         at = self.at._replace(steps=row.steps)
-        walked = work.walk(self.inner, self.rule, own.worker, state.center, grads, at)
-        return self.put(state, own._replace(worker=walked), row)
+        walked = work.walk(self.inner, self.rule, own.worker, center, grads, at)
+        return own._replace(worker=walked)
+
+    def back(self, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker that had died starts from the center."""
+        params = work.round_like(center, own.worker.params)
+        codes = self.fresh_codes(center)
+        return own._replace(worker=self.fresh(params, center), exchange=codes)
 
     def round_of(self, row: _Row) -> Round:
         """What a rule may know of a contribution."""
-        return self.at._replace(
-            steps=row.steps,
-            staleness=row.staleness,
-            tokens=row.tokens,
-            num_pushed=row.pushed,
-        )
+        known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.pushed}
+        return self.at._replace(staleness=row.staleness, **known)
 
     def bring(
-        self, part: int, center: Tree, own: Learner, row: _Row
+        self, part: int, own: Learner, center: Tree, row: _Row
     ) -> tuple[Learner, Tree]:
         """(the worker with its sums reset, its contribution to a part)."""
         parts, rule, at, whole = self.parts, self.rule, self.round_of(row), own.worker
         cut = Worker(*(parts.pick(x, part) for x in whole._replace(inner=())))
         cut, brought = work.bring(rule, cut, parts.pick(center, part), at)
-        own = own._replace(
-            worker=whole._replace(
-                accumulated=parts.put(whole.accumulated, part, cut.accumulated)
-            )
-        )
+        sums = parts.put(whole.accumulated, part, cut.accumulated)
+        own = own._replace(worker=whole._replace(accumulated=sums))
         if self.alone:
             brought = work.share_of_one(rule, brought, at)
         if self.exchange is not None:
             messages, codes = coded.encoded(self.exchange, brought, own.exchange[part])
             brought = coded.decoded(self.exchange, messages, brought)
-            codes = (*own.exchange[:part], codes, *own.exchange[part + 1 :])
-            own = own._replace(exchange=codes)
+            own = own._replace(exchange=_with(own.exchange, part, codes))
         return own, brought
 
-    def push(
-        self, part: int, state: DecoupledState, own: Learner, row: _Row
-    ) -> DecoupledState:
+    def push(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that will go on sends its contribution to a part."""
-        if self.goes_on:
-            own, brought = self.bring(part, state.center, own, row)
-            own = own._replace(sent=self.parts.put(own.sent, part, brought))
-        return self.put(state, own, row)
+        own, brought = self.bring(part, own, center, row)
+        return own._replace(sent=self.parts.put(own.sent, part, brought))
 
-    def join(
-        self, part: int, state: DecoupledState, own: Learner, row: _Row
-    ) -> DecoupledState:
-        """A contribution joins a meeting; that of a worker that waits is made now."""
-        at, rule = self.round_of(row), self.rule
+    def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A contribution joins a meeting."""
+        at, rule, put = self.round_of(row), self.rule, self.parts.put
         if self.goes_on:
             brought = self.parts.pick(own.sent, part)
         else:
-            own, brought = self.bring(part, state.center, own, row)
-        weight = jnp.float32(1)
+            own, brought = self.bring(part, own, center, row)
         if self.alone:
-            brought, counts = work.weigh_alone(rule, brought, at)
-            weight = counts.astype(jnp.float32)
-        elif rule.weigh is not None:
-            weight = jnp.asarray(work.factor_of(rule, at), jnp.float32)
-        own = own._replace(
-            brought=self.parts.put(own.brought, part, brought),
-            weights=own.weights.at[part].set(weight),
+            brought, weight = work.weigh_alone(rule, brought, at)
+        else:
+            factor = work.factor_of(rule, at)
+            weight = 1.0 if factor is None else factor
+        return own._replace(
+            brought=put(own.brought, part, brought),
+            weights=own.weights.at[part].set(jnp.asarray(weight, jnp.float32)),
             steps=own.steps.at[part].set(row.steps),
         )
-        return self.put(state, own, row)
 
-    def late(
-        self, part: int, state: DecoupledState, own: Learner, row: _Row
-    ) -> DecoupledState:
+    def late(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution is dropped, and its worker answered with the center."""
         if not self.goes_on:
-            own, _ = self.bring(part, state.center, own, row)
-        now = self.parts.pick(state.center, part)
-        own = own._replace(
-            after=self.parts.put(own.after, part, now),
-            before=()
-            if is_nothing(own.before)
-            else self.parts.put(own.before, part, now),
-            steps=own.steps.at[part].set(row.steps),
-        )
-        return self.put(state, own, row)
+            own, _ = self.bring(part, own, center, row)
+        now = self.parts.pick(center, part)
+        own = own._replace(steps=own.steps.at[part].set(row.steps))
+        return self.answered(part, own, now, now)
 
-    def close(
-        self, part: int, state: DecoupledState, own: Learner, row: _Row
-    ) -> DecoupledState:
-        """The center absorbs what has come, and answers those that came."""
+    def answered(self, part: int, own: Learner, before: Tree, after: Tree) -> Learner:
+        """A worker for which an answer is on its way."""
+        put = self.parts.put
+        if not is_nothing(own.before):
+            own = own._replace(before=put(own.before, part, before))
+        return own._replace(after=put(own.after, part, after))
+
+    def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker takes its answer."""
+        parts, whole = self.parts, own.worker
+        after = parts.pick(own.after, part)
+        before = after if is_nothing(own.before) else parts.pick(own.before, part)
+        cut = (parts.pick(x, part) for x in (whole.params, whole.taken))
+        params, taken = cut
+        cut = work.take(
+            self.rule, Worker(params, (), taken, ()), before, after,
+            self.at._replace(steps=own.steps[part]),
+        )  # fmt: skip
+        params = parts.put(whole.params, part, cut.params)
+        taken = parts.put(whole.taken, part, cut.taken)
+        return own._replace(worker=whole._replace(params=params, taken=taken))
+
+    def close(self, state: DecoupledState, row: _Row) -> DecoupledState:
+        """The center absorbs what has come to a meeting, and answers."""
+        parts = range(self.parts.number)
+        branches = [functools.partial(self.close_part, part) for part in parts]
+        return jax.lax.switch(row.part, branches, state, row)
+
+    def close_part(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
+        """The same, of this part."""
         parts, rule, learners = self.parts, self.rule, state.learners
+        value, outer = parts.pick(state.center, part), state.outer
+        before = Center(value, outer[part] if outer else ())
         weights = jnp.where(row.come, learners.weights[:, part], 0)
         brought = jax.vmap(lambda x: parts.pick(x, part))(learners.brought)
-        before = Center(
-            parts.pick(state.center, part), state.outer[part] if state.outer else ()
-        )
         total = self.merged(brought, row.come, weights)
         # As in lockstep, an outer optimizer sees the workers of a meeting as one.
         alone = {"num_workers": self.at.num_workers} if self.alone else {}
@@ -455,69 +462,32 @@ class _Run(NamedTuple):
         if rule.weigh is not None:
             after = where(jnp.any(weights > 0), after, before)
 
-        def answered(held, value):
-            new = jax.vmap(lambda x: parts.put(x, part, value))(held)
-            keep = jax.vmap(where)
-            return keep(row.come, new, held)
+        def answer(own, has_come):
+            new = self.answered(part, own, before.value, after.value)
+            return where(has_come, new, own)
 
-        outer = state.outer
-        if outer:
-            outer = (*outer[:part], after.outer, *outer[part + 1 :])
-        held = learners.before
-        learners = learners._replace(
-            after=answered(learners.after, after.value),
-            before=() if is_nothing(held) else answered(held, before.value),
-        )
         return state._replace(
-            learners=learners,
+            learners=jax.vmap(answer)(learners, row.come),
             center=parts.put(state.center, part, after.value),
-            outer=outer,
+            outer=_with(outer, part, after.outer) if outer else (),
         )
 
     def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
         """The sum or mean of what has come, by their weights."""
         if self.alone:
             return row_of(brought, jnp.argmax(come))
-        weighed = self.rule.weigh is not None
 
-        def of_one(tree, come, weight):
+        def of_one(tree, weight):
             # What others hold is of earlier meetings, and counts for nothing.
-            return agree(
-                self.merge,
-                landing.Landing(_AXIS),
-                tree,
-                (),
-                Info(outliers=start_outliers(self.merge)),
-                weight=weight if weighed else come,
-                summed=self.rule.mean_over is None,
-            ).mean
+            place, info = landing.Landing(_AXIS), Info(outliers=start_outliers(merge))
+            summed = self.rule.mean_over is None
+            return agree(merge, place, tree, (), info, weight=weight, summed=summed)
 
-        means = jax.vmap(of_one, axis_name=_AXIS)(brought, come, weights)
-        return row_of(means, 0)
+        merge, weight = self.merge, come if self.rule.weigh is None else weights
+        agreed = jax.vmap(of_one, axis_name=_AXIS)(brought, weight)
+        return row_of(agreed.mean, 0)
 
-    def take(
-        self, part: int, state: DecoupledState, own: Learner, row: _Row
-    ) -> DecoupledState:
-        """A worker takes its answer."""
-        parts, whole = self.parts, own.worker
-        after = parts.pick(own.after, part)
-        before = after if is_nothing(own.before) else parts.pick(own.before, part)
-        cut = Worker(
-            parts.pick(whole.params, part), (), parts.pick(whole.taken, part), ()
-        )
-        at = self.at._replace(steps=own.steps[part])
-        cut = work.take(self.rule, cut, before, after, at)
-        whole = whole._replace(
-            params=parts.put(whole.params, part, cut.params),
-            taken=parts.put(whole.taken, part, cut.taken),
-        )
-        return self.put(state, own._replace(worker=whole), row)
 
-    def back(self, state: DecoupledState, own: Learner, row: _Row) -> DecoupledState:
-        """A worker that had died starts from the center."""
-        center = state.center
-        params = work.round_like(center, own.worker.params)
-        own = own._replace(
-            worker=self.fresh(params, center), exchange=self.fresh_codes(center)
-        )
-        return self.put(state, own, row)
+def _with(parts: tuple[Tree, ...], part: int, value: Tree) -> tuple[Tree, ...]:
+    """The parts with a new value for one."""
+    return (*parts[:part], value, *parts[part + 1 :])

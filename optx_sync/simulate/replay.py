@@ -29,7 +29,7 @@ def replay(
     state: State,
     events: Tree,
     record: Record,
-) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, jax.Array]:
+) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, np.ndarray]:
     """Advance by each event, and keep the views of those that `record` asks for.
 
     Args:
@@ -69,7 +69,7 @@ def replay(
     )
     events = events, jnp.arange(number, dtype=jnp.int32)
     chunks = number // every
-    viewed = every - 1 + every * jnp.arange(chunks, dtype=jnp.int32)
+    viewed = every - 1 + every * np.arange(chunks, dtype=np.int32)
 
     def advance_chunk(state, of_chunk):
         state, values = jax.lax.scan(advance, state, of_chunk)
