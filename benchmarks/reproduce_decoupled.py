@@ -7,6 +7,7 @@ python benchmarks/reproduce_decoupled.py --quick
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import LABELS, TEST, accuracy_of, initial, loss_of
@@ -53,7 +54,7 @@ def train(way, seed, rates, until):
     options, clocks = dict(WAYS[way]), []
     rule, start = options.pop("rule"), initial(seed)
     rows = np.random.default_rng(seed).permutation(len(LABELS)).astype(np.int32)
-    test, rows = rows[:TEST], rows[TEST:]
+    test, rows = jnp.asarray(rows[:TEST]), jnp.asarray(rows[TEST:])
 
     def grad_fn(worker, params, step):
         key = jax.random.fold_in(jax.random.key(seed), step)

@@ -108,7 +108,7 @@ def study(page, settings):
         1.0,
     )
     # Two: goodput is in_service * up(pause), and up is 40 % and 80 % of it.
-    low, high = 0.85, 1.0
+    low, high, share, pause = 0.85, 1.0, 1.0, 0.0
     for _ in range(12):
         share = (low + high) / 2
         pause = fitted(0.40 / share, most, 0, hours)
@@ -160,7 +160,8 @@ def study(page, settings):
               if elastic and c * MILLION == chips]  # fmt: skip
         at = 100 * curves[i].transpose(2, 1, 0)
         names = "quorum of 1", "of it in the center", "", "lockstep"
-        lines = [Line("published", *zip(*of, strict=True), "s")]
+        sizes_of, said = zip(*of, strict=True)
+        lines = [Line("published", sizes_of, said, "s")]
         lines += [Line(names[k], sizes, at[k], "o-") for k in (0, 1, 3)]
         axes = "learners M", "% of all chips' time", lines
         panels.append(Panel(*axes, f"{chips / MILLION:g} M chips", "x", (0, 100)))

@@ -242,7 +242,8 @@ class _Made(NamedTuple):
 
     def since(self, then: "_Made") -> "_Made":
         """What it has made since then."""
-        return _Made(*(now - old for now, old in zip(self, then, strict=True)))
+        steps, tokens, seconds = then
+        return _Made(self.steps - steps, self.tokens - tokens, self.seconds - seconds)
 
 
 class _Push(NamedTuple):

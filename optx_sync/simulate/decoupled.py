@@ -61,8 +61,9 @@ class DecoupledRecord(NamedTuple):
     # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree  # those of the worker of the event, in their own dtypes
     center: Tree  # float32 for half precision parameters
-    events: Int32[Array, " kept"]  # the numbers of these events in the timeline
-    seconds: Any  # float64[K], when they happened, NumPy
+    # Of NumPy, [K]: the numbers of these events in the timeline, and when they happened.
+    events: np.ndarray
+    seconds: np.ndarray
     # [T, ...], the result of the function `record` after each event; None without one.
     recorded: Tree
     final: DecoupledState  # after the last event
@@ -221,11 +222,12 @@ def decoupled(
     keeping = work.keeping(rule, keep_local)
     alone = not meet.shared
     run = _Run(inner, keeping, at, merge, alone, exchange, parts, grad_fn, bool(delay))
-    final, _, views, recorded, kept = replay(
+    final, _, (each, centers), recorded, kept = replay(
         run.advance, run.view, run.start(params), _rows(timeline), record
     )
     happened = np.array([event.second for event in timeline.events])
-    return DecoupledRecord(*views, kept, happened[kept], recorded, final, timeline)
+    known = {"recorded": recorded, "final": final, "timeline": timeline}
+    return DecoupledRecord(each, centers, kept, happened[kept], **known)
 
 
 class _Row(NamedTuple):

@@ -1,5 +1,7 @@
 """NumPy: decoupled workers, second by second, with whole seconds for everything."""
 
+from typing import Any
+
 import numpy as np
 
 
@@ -27,8 +29,9 @@ def decoupled(
     """
     parts, workers = len(start), range(len(seconds))
     center, trace = np.array(start), np.zeros_like(start)
-    version, open_since = [0] * parts, [None] * parts
-    come, closes = [{} for _ in range(parts)], [None] * parts
+    version, open_since = [0] * parts, [0] * parts
+    come: Any = [{} for _ in range(parts)]
+    closes: Any = [None] * parts
     meetings, lates, messages, made = [], [], [], 0
     alive, left, life = (
         [True] * len(seconds),
