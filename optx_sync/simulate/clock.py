@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import heapq
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,15 +45,17 @@ class Happening(NamedTuple):
 
     second: float
     kind: Kind
-    worker: int  # -1: of none
-    part: int  # -1: of none
+    worker: int = -1  # -1: of none
+    part: int = -1  # -1: of none
     # Of STEP, since the worker's last push; of PUSH and what comes of it, since the
     # last one of the part; this one included.
-    steps: int
-    tokens: float  # behind so many steps, or of this STEP
-    staleness: int  # of JOIN and LATE: meetings of the part since the worker took it
-    pushed: int  # of PUSH and what comes of it: the worker's pushes so far
-    come: tuple[int, ...]  # of CLOSE: the workers whose contributions are absorbed
+    steps: int = 0
+    tokens: float = 0.0  # behind so many steps, or of this STEP
+    staleness: int = 0  # of JOIN and LATE: meetings of the part since its worker's
+    number: int = (
+        0  # of STEP: steps of all before it; of a PUSH: of its worker's, from 1
+    )
+    come: tuple[int, ...] = ()  # of CLOSE: the workers whose contributions are absorbed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +245,7 @@ class _Made(NamedTuple):
 
     def since(self, then: "_Made") -> "_Made":
         """What it has made since then."""
-        steps, tokens, seconds = then
-        return _Made(self.steps - steps, self.tokens - tokens, self.seconds - seconds)
+        return _Made._make(map(operator.sub, self, then))
 
 
 class _Push(NamedTuple):
@@ -257,7 +259,7 @@ class _Push(NamedTuple):
     made: _Made  # since the push of the part before
     step_seconds: float  # of the last step
     seconds: float  # of the steps since the worker took the part
-    pushed: int
+    number: int  # of its worker's pushes of the part
 
 
 class _Worker:
@@ -310,7 +312,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.queue: list[Any] = []
-        self.set_off, self.now = 0, 0.0
+        self.set_off = self.steps = 0
+        self.now = 0.0
         self.events: list[Happening] = []
         # Of each part, when each of its meetings was opened, and how many have closed.
         self.opened: list[list[float]] = [[] for _ in self.parts]
@@ -335,15 +338,13 @@ class _Run:
 
     def note(self, kind: Kind, worker: int = -1, part: int = -1, **more: Any) -> None:
         """Write down what happens now."""
-        known = {"steps": 0, "tokens": 0.0, "staleness": 0, "pushed": 0, "come": ()}
-        self.events.append(Happening(self.now, kind, worker, part, **(known | more)))
+        self.events.append(Happening(self.now, kind, worker, part, **more))
 
     def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
         """Write down what becomes of a contribution."""
-        self.note(
-            kind, push.worker, push.part, staleness=staleness, steps=push.made.steps,
-            tokens=push.made.tokens, pushed=push.pushed,
-        )  # fmt: skip
+        steps, tokens, _ = push.made
+        of = (push.worker, push.part, steps, tokens, staleness, push.number)
+        self.events.append(Happening(self.now, kind, *of))
 
     def go_on(self, worker: int, life: int) -> None:
         """A worker begins a step."""
@@ -361,7 +362,8 @@ class _Run:
         more = self.tokens(worker, steps)
         w.made = _Made(steps + 1, tokens + more, seconds + w.step_seconds)
         since = w.made.steps - w.turned.steps
-        self.note(Kind.STEP, worker, steps=since, tokens=more)
+        self.note(Kind.STEP, worker, steps=since, tokens=more, number=self.steps)
+        self.steps += 1
         self.totals["step_seconds"][worker] += w.step_seconds
         self.take(worker)
         part = self.turn(w)
@@ -472,7 +474,7 @@ class _Run:
         if sent and w.answer and w.made.steps - sent.local_step >= self.delay:
             w.versions[sent.part], w.taken[sent.part] = w.answer, w.made
             w.sent = w.answer = None
-            self.note(Kind.TAKE, worker, sent.part)
+            self.note(Kind.TAKE, worker, sent.part, steps=sent.made.steps)
 
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,16 @@ from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
 from optx_sync.metrics import Info
 from optx_sync.options import Refused, refuse
 from optx_sync.placement.axes import stack
-from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.simulate.clock import Failure, Kind, Link, PerStep, Timeline, clock
+from optx_sync.shapes import Array, Bool, Float
+from optx_sync.simulate.clock import (
+    Failure,
+    Happening,
+    Kind,
+    Link,
+    PerStep,
+    Timeline,
+    clock,
+)
 from optx_sync.simulate.replay import GradFn, Record, replay
 from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
 
@@ -43,7 +51,6 @@ class Learner(NamedTuple):
     before: Tree
     after: Tree
     weights: Float[Array, " parts"]  # of what is in a meeting
-    steps: Int32[Array, " parts"]  # behind it
 
 
 class DecoupledState(NamedTuple):
@@ -61,7 +68,7 @@ class DecoupledRecord(NamedTuple):
     # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree  # those of the worker of the event, in their own dtypes
     center: Tree  # float32 for half precision parameters
-    # Of NumPy, [K]: the numbers of these events in the timeline, and when they happened.
+    # NumPy, [K]: the numbers of these events in the timeline, and when they happened.
     events: np.ndarray
     seconds: np.ndarray
     # [T, ...], the result of the function `record` after each event; None without one.
@@ -230,40 +237,21 @@ def decoupled(
     return DecoupledRecord(each, centers, kept, happened[kept], **known)
 
 
-class _Row(NamedTuple):
-    """An event in numbers."""
-
-    kind: Any
-    worker: Any
-    part: Any
-    step: Any  # steps of all workers before it
-    steps: Any
-    tokens: Any
-    staleness: Any
-    pushed: Any
-    come: Any  # bool[N]
+_Row: TypeAlias = Any  # a `Happening` whose fields are arrays; `come` is bool[N]
 
 
 def _rows(timeline: Timeline) -> _Row:
-    """The events as arrays."""
-    events = timeline.events
-    kinds = np.array([event.kind for event in events], np.int32)
-    come = np.zeros((len(events), timeline.num_workers), bool)
-    for row, event in zip(come, events, strict=True):
+    """The events as arrays, each [T]."""
+    come = np.zeros((len(timeline.events), timeline.num_workers), bool)
+    for row, event in zip(come, timeline.events, strict=True):
         row[list(event.come)] = True
-    whole = {
-        name: jnp.asarray([getattr(event, name) for event in events], jnp.int32)
-        for name in ("worker", "part", "steps", "staleness", "pushed")
-    }
-    return _Row(
-        kind=jnp.asarray(kinds),
-        step=jnp.asarray(
-            np.cumsum(kinds == Kind.STEP) - (kinds == Kind.STEP), jnp.int32
-        ),
-        tokens=jnp.asarray([event.tokens for event in events], jnp.float32),
-        come=come,
-        **whole,
-    )
+
+    def column(name):
+        dtype = np.float32 if name in ("second", "tokens") else np.int32
+        return np.array([getattr(event, name) for event in timeline.events], dtype)
+
+    names: Any = Happening._fields[:-1]
+    return Happening(*map(column, names), come=come)  # pyright: ignore
 
 
 class _Run(NamedTuple):
@@ -282,7 +270,6 @@ class _Run(NamedTuple):
     def start(self, params: Tree) -> DecoupledState:
         """All workers and the center at the parameters."""
         rule, center = self.rule, work.start_center(params)
-        numbers = jnp.zeros(self.parts.number, jnp.float32)
         learner = Learner(
             worker=self.fresh(params, center),
             exchange=self.fresh_codes(center),
@@ -290,8 +277,7 @@ class _Run(NamedTuple):
             brought=center,
             before=() if work.takes_center(rule) else center,
             after=center,
-            weights=numbers,
-            steps=numbers.astype(jnp.int32),
+            weights=jnp.zeros(self.parts.number, jnp.float32),
         )
         outer = () if rule.outer is None else self.each(rule.outer.init, center)
         learners = stack(learner, self.at.num_workers, None)
@@ -327,37 +313,34 @@ class _Run(NamedTuple):
     ) -> tuple[DecoupledState, tuple[()]]:
         """The state after an event: a meeting that closes, or what one worker does."""
         row, _ = event
-        return jax.lax.cond(
-            row.kind == Kind.CLOSE, self.close, self.act, state, row
-        ), ()
+        close, closes = self.of_part(self.close), row.kind == Kind.CLOSE
+        return jax.lax.cond(closes, close, self.act, state, row), ()
 
     def act(self, state: DecoupledState, row: _Row) -> DecoupledState:
         """What one worker does, which moves nothing but its own."""
-        parts = range(self.parts.number)
-        whole = {Kind.STEP: self.step, Kind.BACK: self.back, Kind.DIE: self.nothing}
-        of_part = {Kind.JOIN: self.join, Kind.LATE: self.late, Kind.TAKE: self.take}
         # The contribution of a worker that waits is made when it arrives.
-        table = of_part | {Kind.PUSH: self.push} if self.goes_on else of_part
-        branches: list[Callable] = list(whole.values())
-        first = np.full(len(Kind), branches.index(self.nothing), np.int32)
-        first[list(whole)] = range(len(whole))
-        for kind, handler in table.items():
-            first[kind] = len(branches)
-            branches += [functools.partial(handler, part) for part in parts]
-        several = np.isin(np.arange(len(Kind)), list(table)).astype(np.int32)
-        place = jnp.asarray(first)[row.kind] + jnp.asarray(several)[row.kind] * row.part
+        push = self.of_part(self.push) if self.goes_on else self.nothing
+        join, late, take = map(self.of_part, (self.join, self.late, self.take))
+        none = self.nothing  # A worker that died gets all when it is back.
+        in_order = [self.step, push, join, late, none, take, none, self.back]
         own = row_of(state.learners, row.worker)
-        own = jax.lax.switch(place, branches, own, state.center, row)
+        own = jax.lax.switch(row.kind, in_order, own, state.center, row)
         learners = with_row(state.learners, row.worker, own)
         return state._replace(learners=learners, params=own.worker.params)
 
+    def of_part(self, handler: Callable) -> Callable:
+        """What calls the handler of this row's part."""
+        parts = range(self.parts.number)
+        branches = [functools.partial(handler, part) for part in parts]
+        return lambda *operands: jax.lax.switch(operands[-1].part, branches, *operands)
+
     def nothing(self, own: Learner, center: Tree, row: _Row) -> Learner:
-        """A worker dies, and what it has is replaced when it is back."""
+        """Nothing happens to a worker's numbers."""
         return own
 
     def step(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker makes a step of its own."""
-        grads = self.grad_fn(row.worker, own.worker.params, row.step)
+        grads = self.grad_fn(row.worker, own.worker.params, row.number)
         check_grads(grads, own.worker.params)
         at = self.at._replace(steps=row.steps)
         walked = work.walk(self.inner, self.rule, own.worker, center, grads, at)
@@ -371,7 +354,7 @@ class _Run(NamedTuple):
 
     def round_of(self, row: _Row) -> Round:
         """What a rule may know of a contribution."""
-        known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.pushed}
+        known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.number}
         return self.at._replace(staleness=row.staleness, **known)
 
     def bring(
@@ -411,7 +394,6 @@ class _Run(NamedTuple):
         return own._replace(
             brought=put(own.brought, part, brought),
             weights=own.weights.at[part].set(jnp.asarray(weight, jnp.float32)),
-            steps=own.steps.at[part].set(row.steps),
         )
 
     def late(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
@@ -419,7 +401,6 @@ class _Run(NamedTuple):
         if not self.goes_on:
             own, _ = self.bring(part, own, center, row)
         now = self.parts.pick(center, part)
-        own = own._replace(steps=own.steps.at[part].set(row.steps))
         return self.answered(part, own, now, now)
 
     def answered(self, part: int, own: Learner, before: Tree, after: Tree) -> Learner:
@@ -434,24 +415,15 @@ class _Run(NamedTuple):
         parts, whole = self.parts, own.worker
         after = parts.pick(own.after, part)
         before = after if is_nothing(own.before) else parts.pick(own.before, part)
-        cut = (parts.pick(x, part) for x in (whole.params, whole.taken))
-        params, taken = cut
-        cut = work.take(
-            self.rule, Worker(params, (), taken, ()), before, after,
-            self.at._replace(steps=own.steps[part]),
-        )  # fmt: skip
+        params, taken = (parts.pick(x, part) for x in (whole.params, whole.taken))
+        at, cut = self.at._replace(steps=row.steps), Worker(params, (), taken, ())
+        cut = work.take(self.rule, cut, before, after, at)
         params = parts.put(whole.params, part, cut.params)
         taken = parts.put(whole.taken, part, cut.taken)
         return own._replace(worker=whole._replace(params=params, taken=taken))
 
-    def close(self, state: DecoupledState, row: _Row) -> DecoupledState:
+    def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what has come to a meeting, and answers."""
-        parts = range(self.parts.number)
-        branches = [functools.partial(self.close_part, part) for part in parts]
-        return jax.lax.switch(row.part, branches, state, row)
-
-    def close_part(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
-        """The same, of this part."""
         parts, rule, learners = self.parts, self.rule, state.learners
         value, outer = parts.pick(state.center, part), state.outer
         before = Center(value, outer[part] if outer else ())
