@@ -47,7 +47,7 @@ RULES = {
 NAIVE, NUMPY, STEPPING = "actor, JAX arrays", "actor, NumPy", "actor, NumPy, and a step"
 RAY_ALONE, SEND = "Ray alone", "send alone"
 # Floats, rules, numbers of servers and of workers, blocks of measurements and seconds.
-FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), (2, 8), 4, 0.6)
+FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), (2, 8), 3, 0.5)
 SHORT = ((1_000,), ("local_sgd",), (1,), (2,), 1, 0.1)
 
 
