@@ -72,32 +72,31 @@ class Sharing:
 
 
 class _Lent:
-    """Memory that goes back to its owner when the last array in it is gone."""
+    """Memory that is free again when the last array in it is gone."""
 
-    def __init__(self, memory: np.ndarray, free: dict[int, list[np.ndarray]]):
-        self.memory, self.free = memory, free
+    def __init__(self, memory: np.ndarray, owner: "Received"):
+        self._memory, self._owner = memory, owner
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self):
-        self.free[self.memory.size].append(self.memory)
+        self._owner.free[self._memory.size].append(self._memory)
 
 
 class Received:
     """Copies of received arrays, in memory that is used again.
 
-    Received arrays may be views that the next message overwrites. A copy's memory is
+    Received arrays may be views, which the next message overwrites. A copy's memory is
     used again once nobody has an array in it any more: the user, NumPy or a program.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size, in bytes
 
     def tree(self, arrays: Arrays, shapes: Tree) -> Tree:
         """A tree of JAX arrays with these values."""
-        found = tree_of(arrays, shapes)
-        # What is free now and not needed is let go: nobody may ever need it.
-        free, self._free = self._free, defaultdict(list)
-        leaves, treedef = jax.tree.flatten(found)
+        leaves, treedef = jax.tree.flatten(tree_of(arrays, shapes))
+        # What is free and is not needed now is let go: who kept it is done with it.
+        free, self.free = self.free, defaultdict(list)
         small = [x for x in leaves if x.nbytes < SMALL_BYTES]
         copies = iter(jax.block_until_ready(_copied(small)))
         large = [self._copy(x, free) for x in leaves if x.nbytes >= SMALL_BYTES]
@@ -107,11 +106,11 @@ class Received:
         )
 
     def _copy(self, array: np.ndarray, free: dict[int, list[np.ndarray]]) -> np.ndarray:
-        size = array.nbytes
-        memory = free[size].pop() if free[size] else _aligned(size)
-        copy = np.asarray(_Lent(memory, self._free)).view(array.dtype)
-        np.copyto(copy, array.reshape(-1))
-        return copy.reshape(array.shape)
+        of_size = free[array.nbytes]
+        memory = of_size.pop() if of_size else _aligned(array.nbytes)
+        copy = np.asarray(_Lent(memory, self)).view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
 
 
 @jax.jit
