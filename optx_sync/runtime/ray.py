@@ -438,7 +438,7 @@ class _Supervisor:
             self.failures += 1
             if self.failures > self.limits.max_failures:
                 cause.add_note(f"In a worker:\n{error}")
-                raise cause
+                raise cause from None
             why = f"{type(cause).__name__}: {cause} (failure {self.failures} of "
             why += f"{self.limits.max_failures} that the run bears)"
         why += f"; more in {_filed(error)}"
