@@ -66,7 +66,8 @@ GROUND = {
     "runtime": files(
         "runtime/: messages protocol parts checkpoints server worker display metrics "
         "shared ray_actors "
-        "runtime/agreements/: __init__ contract center sync_replicas"
+        "runtime/agreements/: __init__ contract bounds arrays saved pushes own center "
+        "meeting way sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.

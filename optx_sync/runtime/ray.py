@@ -19,6 +19,7 @@ import optax
 
 from optx_sync.center import contract
 from optx_sync.center.fragments import Fragments, steps_between
+from optx_sync.center.meetings import Quorum
 from optx_sync.checks import check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
@@ -77,6 +78,7 @@ def run(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | None = None,
+    meet: Quorum | None = None,
     keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
@@ -121,6 +123,9 @@ def run(
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
         delay: A worker's steps from a push until it takes the answer.
         keep_local: As in `center_variable`.
+        meet: When the center absorbs: `one()`, each push when it comes (the default);
+            `quorum(3)`, the mean of 3 workers or more; a push that comes after its
+            meeting is dropped, and `worker.used` False.
         keep_state: Every so many rounds a worker's inner state is sent along, for its
             successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
@@ -151,7 +156,7 @@ def run(
         agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, keep_local,
-        pull_exchange,
+        pull_exchange, meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
@@ -160,7 +165,7 @@ def run(
     )
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
-    turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
+    turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(

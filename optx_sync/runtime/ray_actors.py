@@ -21,6 +21,7 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
@@ -30,10 +31,10 @@ from optx_sync.runtime.checkpoints import (
     folders_of_servers,
     set_aside,
 )
-from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
-from optx_sync.runtime.server import Server, refusal
+from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
 from optx_sync.runtime.worker import Worker, log, shapes_of
 from optx_sync.trees import Tree
@@ -54,6 +55,8 @@ def start_servers(
     exchange: Exchange | None = None,
     pull_exchange: Exchange | None = None,
     fragments: Fragments | None = None,
+    delay: int | None = None,
+    meet: Quorum | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
     resume: bool = True,
@@ -71,6 +74,8 @@ def start_servers(
         exchange: See `run`.
         pull_exchange: See `run`.
         fragments: See `run`.
+        delay: See `run`.
+        meet: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
         resume: See `run`.
@@ -88,11 +93,11 @@ def start_servers(
     ray = import_ray()
     shapes = shapes_of(params)
     settings = Settings(
-        num_workers, communication_period, exchange, fragments,
-        pull_exchange=pull_exchange,
+        num_workers, communication_period, exchange, fragments, delay,
+        pull_exchange=pull_exchange, meet=meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
-    if num_servers != 1 and not way.splits:
+    if num_servers != 1 and not way.of_center:
         raise ValueError(
             "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
             f"server; got num_servers={num_servers}. Pass num_servers=1."
@@ -102,7 +107,7 @@ def start_servers(
             "replay=True sends again what a server has lost since its last checkpoint, "
             "and there is none. Pass checkpoint_dir."
         )
-    if replay and way.waits:
+    if replay and not way.of_center:
         raise ValueError(
             "replay=True has no use with SyncReplicas: a gradient that is sent again "
             "was computed after the update that it would be for. Leave it out."
@@ -113,14 +118,14 @@ def start_servers(
     options = {
         "num_cpus": 0,
         "max_restarts": 0 if checkpoint_dir is None else -1,
-        # Threads: a worker that waits for a token must not keep others from pushing.
-        "max_concurrency": num_workers + 8 if way.waits else 1,
+        # Threads: a worker that waits must not keep others from pushing.
+        "max_concurrency": 4 * num_workers + 8 if way.waits else 1,
     }
     servers = []
     for number in range(num_servers):
         given = {
             **settings.served(),
-            "inner": inner if way.waits else None,
+            "inner": None if way.of_center else inner,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
             "number": number,
@@ -188,6 +193,7 @@ class RayConnection:
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
+        self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
@@ -231,8 +237,8 @@ class RayConnection:
         """See `Server.push`."""
         return self.send(push)()
 
-    def send(self, push: Push) -> Callable[[], Reply]:
-        """See `Server.send`: the returned function waits for the answer."""
+    def send(self, push: Push) -> Pending:
+        """See `Server.send`."""
         number, position, serial = 0, 0, 0
         if not push.problem() and 0 <= push.part < len(self.layout.owners):
             number = self.layout.owners[push.part]
@@ -246,10 +252,10 @@ class RayConnection:
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
         self._pushes.setdefault(key, {})[position, serial] = push
-        asked = self._ask(number, client)
+        talk = _Conversation(self, number, client)
 
         def answer() -> Reply:
-            after, reply = self._converse(number, client, asked)
+            after, reply = talk.end()
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
             self._keep(key, after)
@@ -257,7 +263,22 @@ class RayConnection:
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
 
-        return answer
+        return Pending(answer, talk.has_ended, talk.hand_in)
+
+    def asked(self, worker: int, part: int, met: int) -> bool:
+        """See `Server.asked`: by a call that waits at the server while this returns."""
+        ray, key = import_ray(), (worker, part, met)
+        if key not in self._asked:
+            server = self.servers[self.layout.owners[part]]
+            waits = server.call.remote("asked", *key, TOKEN_SECONDS)
+            self._asked = {key: waits}  # What was asked before is over.
+        ready, _ = ray.wait([self._asked[key]], timeout=0)
+        if not ready:
+            return False
+        try:
+            return _raised(ray.get(self._asked.pop(key)))
+        except ray.exceptions.RayActorError:
+            return False  # The push will find out whether it comes back.
 
     def _keep(self, key: tuple[int, int], client: Client) -> None:
         """Keep the state of the protocol, and the pushes that may be sent again."""
@@ -268,16 +289,6 @@ class RayConnection:
             name: push for name, push in pushes.items() if name in needed
         }
         self._clients[key] = client
-
-    def wait(self, worker: int) -> Reply:
-        """See `Server.wait`."""
-        client = protocol.begin(self._clients[worker, 0], "token")
-        serial = client.sending[0][1] if client.sending else client.lines[0].serial
-        client, reply = self._converse(0, client)
-        self._keep((worker, 0), client)
-        if client.phase in ("refused", "superseded"):
-            raise PushRefused(refusal(client.message))
-        return reply._replace(round=serial, lost=client.lost)
 
     def finish(self, worker: int) -> None:
         """With `replay`, wait until a checkpoint covers what this worker has pushed."""
@@ -314,7 +325,7 @@ class RayConnection:
         """All servers save their parts."""
         self.call("checkpoint")
 
-    def _ask(
+    def ask(
         self, server: int, client: Client, line: Line | None = None
     ) -> tuple[Line, Any]:
         """Send a client's request: the line that was used, and Ray's reference."""
@@ -335,38 +346,11 @@ class RayConnection:
                 line.hang_up()
         return line, self.servers[server].handle.remote(client.worker, message)
 
-    def _converse(
-        self, server: int, client: Client, asked: tuple[Line, Any] | None = None
-    ) -> tuple[Client, Any]:
+    def _converse(self, server: int, client: Client) -> tuple[Client, Any]:
         """Complete a client's operation; return what the last answer brought."""
-        ray, payload, line = import_ray(), None, asked[0] if asked else None
-        deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
-        while protocol.wants(client) is not None:
-            line, reference = asked or self._ask(server, client, line)
-            asked, heard = None, False
-            try:
-                message = line.hear() if reference is None else ray.get(reference)
-                heard = True
-                answer, came = _raised(line.unpacked(message))
-            except Unseen:  # Use Ray from now on.
-                line.hang_up()
-            except ray.exceptions.RayActorError as error:
-                self._may_come_back(ray, error, deadline)
-                time.sleep(PAUSE_SECONDS)
-            except (EOFError, OSError):  # The server died: ask through Ray.
-                pass
-            else:
-                client = protocol.hears(client, answer)
-                payload = came if came is not None else payload
-                if client.phase == "save" and client.tries:
-                    time.sleep(PAUSE_SECONDS)
-            finally:
-                line.busy = False
-                if not heard:  # A late answer must not reach the next request.
-                    line.hang_up()
-        return client, payload
+        return _Conversation(self, server, client).end()
 
-    def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
+    def may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
         """Raise if a server is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
             hint = "" if self.saved_in else " Pass checkpoint_dir, so that it can."
@@ -398,9 +382,87 @@ class RayConnection:
                 try:
                     answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
-                    self._may_come_back(ray, error, deadline)
+                    self.may_come_back(ray, error, deadline)
                     time.sleep(PAUSE_SECONDS)
         return [answers[number] for number in range(len(self.servers))]
+
+
+class _Conversation:
+    """An operation of a worker's client with a server, which may take several requests.
+
+    A push that waits for others to come is asked for again, until it is answered.
+    """
+
+    def __init__(self, connection: RayConnection, server: int, client: Client):
+        self._connection, self._server, self._client = connection, server, client
+        self._payload: Any = None  # what the last answer brought
+        self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
+        self._rests_until: float = 0.0  # where a server is being restarted
+        self._line: Line | None = None
+        self._asked: tuple[Line, Any] | None = None  # the request under way
+        self._ask()
+
+    def end(self) -> tuple[Client, Any]:
+        """Wait for its end: the client then, and what the last answer brought."""
+        while protocol.wants(self._client) is not None:
+            self._hear()
+        return self._client, self._payload
+
+    def hand_in(self) -> None:
+        """Wait until the server has a push, answered or not."""
+        while self._client.phase == "send":
+            self._hear()
+
+    def has_ended(self) -> bool:
+        """Hear what has come, without waiting: whether that was all."""
+        while protocol.wants(self._client) is not None:
+            if time.monotonic() < self._rests_until:
+                return False
+            line, reference = self._ask()
+            if reference is None:
+                there = line.has_message()
+            else:
+                there, _ = import_ray().wait([reference], timeout=0)
+            if not there:
+                return False
+            self._hear()
+        return True
+
+    def _ask(self) -> tuple[Line, Any]:
+        if self._asked is None:
+            ask = self._connection.ask
+            self._asked = ask(self._server, self._client, self._line)
+        return self._asked
+
+    def _hear(self) -> None:
+        """Take an answer: the end, or others have to come, or the server is gone."""
+        time.sleep(max(self._rests_until - time.monotonic(), 0))
+        ray, (line, reference) = import_ray(), self._ask()
+        self._line, self._asked, heard = line, None, False
+        try:
+            message = line.hear() if reference is None else ray.get(reference)
+            heard = True
+            answer, came = _raised(line.unpacked(message))
+        except Unseen:  # Use Ray from now on.
+            line.hang_up()
+        except ray.exceptions.RayActorError as error:
+            self._connection.may_come_back(ray, error, self._deadline)
+            self._rests_until = time.monotonic() + PAUSE_SECONDS
+        except (EOFError, OSError):  # The server died: ask through Ray.
+            pass
+        else:
+            client = protocol.hears(self._client, answer)
+            if came is not None:
+                self._payload = came
+            if client.phase == "save" and client.tries:
+                self._rests_until = time.monotonic() + PAUSE_SECONDS
+            if client.phase == "waiting" and client.goal in ("send", "token"):
+                client = client._replace(phase="token", goal="token")
+            self._client = client
+        finally:
+            line.busy = False
+            if not heard:  # A late answer must not reach the next request.
+                line.hang_up()
 
 
 class ServerActor:
@@ -459,7 +521,7 @@ class ServerActor:
         return answer
 
     def _listen(self, line: Line, worker: int) -> None:
-        """Answer a worker's messages through its pipes until it is gone."""
+        """Pending a worker's messages through its pipes until it is gone."""
         try:
             while True:
                 line.say(self._answered(line, worker, line.hear()))
@@ -492,6 +554,8 @@ class WorkerActor:
                 raise RuntimeError(
                     f"Worker {index} left with sys.exit({error.code!r})."
                 ) from None
+        connection.leave(index)  # Nobody waits for this worker any more.
+        worker.land()
         connection.finish(index)
         return worker.unpushed
 

@@ -21,6 +21,7 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
@@ -33,6 +34,7 @@ from optx_sync.runtime.messages import (
     Event,
     Joined,
     JoinedPart,
+    Pending,
     Push,
     PushRefused,
     Reply,
@@ -72,6 +74,8 @@ class Server:
         exchange: What the workers code their pushes with; see `run`.
         pull_exchange: What the server codes its answers with; see `run`.
         fragments: The parts that meet one after the other; see `run`.
+        delay: The workers' steps from a push until they take the answer.
+        meet: When a meeting is full; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
             server continues from the last one that can be read.
@@ -101,6 +105,8 @@ class Server:
         exchange: Exchange | None = None,
         pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
+        delay: int | None = None,
+        meet: Quorum | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
         resume: bool = True,
@@ -109,8 +115,8 @@ class Server:
         num_servers: int = 1,
     ):
         settings = Settings(
-            num_workers, communication_period, exchange, fragments,
-            pull_exchange=pull_exchange,
+            num_workers, communication_period, exchange, fragments, delay,
+            pull_exchange=pull_exchange, meet=meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
@@ -145,7 +151,7 @@ class Server:
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
-        self._resizes: bool = not way.waits
+        self._resizes: bool = way.of_center
         # Workers whose programs have ended.
         self._left: set[int] = set()
         self._ended: bool = False
@@ -227,21 +233,61 @@ class Server:
             raise PushRefused(refusal(answer.message))
         return reply
 
-    def send(self, push: Push) -> Callable[[], Reply]:
+    def send(self, push: Push) -> Pending:
         """As `push`, for a worker that reads the answer later."""
         try:
             reply = self.push(push)
         except PushRefused as error:
-            return _raising(error)
-        return lambda: reply
+            return Pending(_raising(error))
+        if not reply.waiting:
+            return Pending(lambda: reply)
 
-    def wait(self, worker: int, timeout: float = 10.0) -> Reply:
-        """Wait for a worker's token; after `timeout` seconds it must ask again."""
+        def wait():
+            while (late := self.wait(push.worker, part=push.part)).waiting:
+                pass
+            return late._replace(staleness=reply.staleness)
+
+        def is_there():
+            with self._changed:
+                held = self._held[self.parts.index(push.part)]
+                return not held.is_waiting(push.worker)
+
+        return Pending(wait, is_there)
+
+    def wait(self, worker: int, timeout: float = 10.0, part: int = 0) -> Reply:
+        """Wait `timeout` seconds at most for the answer to a push of a part."""
+        place = self.parts.index(part)
         with self._changed:
-            held = self._held[0]
-            self._changed.wait_for(lambda: not held.is_waiting(worker), timeout)
-            number = self._book.entries[worker].places[0].round
-            return held.reply_again(worker)._replace(round=number)
+            self._wait_for(worker, place, timeout)
+            number = self._book.entries[worker].places[place].round
+            return self._held[place].reply_again(worker)._replace(round=number)
+
+    def _wait_for(self, worker: int, place: int, seconds: float) -> None:
+        held = self._held[place]
+        self._wait(held, lambda: held.is_waiting(worker), seconds)
+
+    def asked(self, worker: int, part: int, met: int, seconds: float = 0.0) -> bool:
+        """Whether a worker should push a part now, though it may not be its turn yet.
+
+        It should where others have opened a meeting of the part, or have met without it
+        since it took `met` meetings. Waits `seconds` at most until that is so.
+        """
+        with self._changed:
+            self._heard[worker] += 1
+            held = self._held[self.parts.index(part)]
+            self._wait(held, lambda: not held.asks(worker, met), seconds)
+            return held.asks(worker, met)
+
+    def _wait(self, held: Held, waits: Callable[[], bool], seconds: float) -> None:
+        """Wait while this holds; a meeting may close meanwhile, by the clock."""
+        end, step = time.monotonic() + seconds, held.global_step
+        while True:
+            pause, left = held.settle(), end - time.monotonic()
+            if left <= 0 or not waits():
+                break
+            self._changed.wait(min(left, pause))
+        if held.global_step != step:
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Refuse pushes from now on: what is saved next is all that was applied."""
@@ -308,10 +354,7 @@ class Server:
         """
         with self._changed:
             if isinstance(request, protocol.Stay) and request.kind == "token":
-                worker, held = request.worker, self._held[0]
-                self._changed.wait_for(
-                    lambda: not held.is_waiting(worker), TOKEN_SECONDS
-                )
+                self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
                 return self._handle(request, push)
             finally:
@@ -339,7 +382,7 @@ class Server:
         if action == "apply" and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
         self._book = book
-        reply, part = None, 0  # A gradient that waits is of the only part.
+        reply, part = None, 0
         match request:
             case protocol.Save():
                 self._save()
@@ -350,7 +393,7 @@ class Server:
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
             case protocol.Stay():
-                reply = self._held[0].reply_again(worker)
+                reply, part = self._held[request.part].reply_again(worker), request.part
             case protocol.Send():
                 self._note("retry", worker, push=push)
                 reply, part = self._held[request.part].reply_again(worker), request.part

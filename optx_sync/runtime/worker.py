@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
@@ -16,12 +16,13 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.trees import Tree
 
@@ -39,23 +40,23 @@ class Connection(Protocol):
         """Whether all workers have joined."""
         ...
 
-    def send(self, push: Push) -> Callable[[], Reply]:
+    def send(self, push: Push) -> Pending:
         """Send a push of a part.
 
-        The function that it returns waits for the answer, sends the push again if need
-        be, and raises `PushRefused` if it was refused.
+        A call of the answer waits for it, sends the push again if need be, and raises
+        `PushRefused` if it was refused.
         """
         ...
 
-    def wait(self, worker: int) -> Reply:
-        """Wait for a token, for a limited time."""
+    def asked(self, worker: int, part: int, met: int) -> bool:
+        """Whether to push a part now (see `Server.asked`), without waiting."""
         ...
 
 
 class _Sent(NamedTuple):
     """Pushes that are on their way."""
 
-    answers: dict[int, Callable[[], Reply]]  # by part
+    answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
     begin: float
 
@@ -82,6 +83,7 @@ class Worker:
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
+        meet: As the server's.
         keep_state: Send the inner state along every so many rounds; see `run`.
         num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
@@ -96,7 +98,8 @@ class Worker:
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two, those that
             the center absorbed.
-        used: `False` if the last gradient was stale (`SyncReplicas`).
+        used: `False` if what it pushed last was dropped: a stale gradient
+            (`SyncReplicas`), or one that came after its meeting (`quorum`).
         restarts: The number of earlier workers with this index.
         incarnation: A number that distinguishes it from them.
         place: Notes of the program for its successor, such as its position in the data:
@@ -136,6 +139,7 @@ class Worker:
         fragments: Fragments | None = None,
         delay: int | None = None,
         keep_local: float | None = None,
+        meet: Quorum | None = None,
         keep_state: int = 0,
         num_servers: int = 1,
         synchronous: bool = False,
@@ -143,7 +147,7 @@ class Worker:
         check_period(communication_period)
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay, keep_local,
-            pull_exchange,
+            pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
@@ -153,6 +157,7 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
+        self._shared: bool = way.meet.shared
         integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
         self._keep_state: int = keep_state
         self._decodes: bool = pull_exchange is not None
@@ -160,6 +165,7 @@ class Worker:
         self.used: bool = True
         self.staleness: int = 0
         self.lost: int = 0
+        self._flushed: int = 0  # the step at which it was flushed last
         self._seconds: float = 0.0
         self._untold: int = 0
         joined = self.pull()
@@ -195,33 +201,53 @@ class Worker:
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
+        # Both are the program's own: an error in them changes nothing.
+        due = self._own.is_due(self.local_step) or self._is_asked()
+        said = self._said(what_to_show) if due else None
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
-            due = self._own.step(grads, self.local_step - 1)
-            if self._sent is not None and (due or self._own.steps >= self._delay):
-                self._land()
-        if due:
-            turns = self.layout.turns
-            self._exchange(turns[self.rounds % len(turns)], what_to_show, self._delay)
+            at_once = said is not None and self._sent is None
+            self._own.step(grads, self._turn if at_once else ())
+            if self._own.steps >= self._delay or (due and not self._shared):
+                self._land(wait=not self._shared)
+            if said is not None and self._sent is None:
+                self._set_out(self._turn, *said)
+                if not self._delay:
+                    self._land()
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
 
         For the end of a program: steps since the last round are not in the center yet.
-        Pushes that are on their way land first, then each part is exchanged.
+        Pushes that are on their way land first, then each part is exchanged. Where
+        workers share meetings, the parts are handed in, and the answers not waited for:
+        `land` does.
         """
         with self._whole():
-            if self._sent is not None:
-                self._land()
+            self._land(wait=not self._shared)
+        self._flushed = self.local_step
         for turn in self.layout.turns:
-            if any(self._own.ages[part] for part in turn):
-                self._exchange(turn, {})
+            waits = self._sent.answers if self._sent else {}
+            parts = tuple(part for part in turn if part not in waits)
+            if any(self._own.ages[part] for part in parts):
+                with self._whole():
+                    self._set_out(parts, *self._said({}))
+                    self._land(wait=not self._shared)
+        if self._sent is not None:
+            for answer in self._sent.answers.values():
+                answer.hand_in()
+
+    def land(self) -> None:
+        """Wait for the answers to all pushes that are on their way, and take them."""
+        with self._whole():
+            self._land()
 
     @property
     def unpushed(self) -> int:
         """The steps since the last round of the part that has waited longest."""
-        return max(self._own.ages)
+        # What follows a push until its answer is taken is gone in every round.
+        return 0 if self._flushed == self.local_step else max(self._own.ages)
 
     @property
     def rounds(self) -> int:
@@ -256,22 +282,32 @@ class Worker:
             raise
         self._torn = False
 
-    def _exchange(
-        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], delay: int = 0
-    ) -> None:
-        # Both are the program's own: an error in them changes nothing.
-        numbers = {name: float(value) for name, value in shown.items()}
-        place = json.dumps(self.place)
-        with self._whole():
-            self._set_out(parts, numbers, place)
-            if not delay:
-                self._land()
+    @property
+    def _turn(self) -> tuple[int, ...]:
+        """The parts that are exchanged next."""
+        turns = self.layout.turns
+        if not self._shared:
+            return turns[self.rounds % len(turns)]
+        # Where one has missed meetings, the parts that others meet next.
+        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+
+    def _is_asked(self) -> bool:
+        """Whether others have opened a meeting of the next parts, or met without it."""
+        if self._sent is not None or not self._shared:
+            return False
+        ask, met = self.connection.asked, self._steps
+        return any(ask(self.index, part, met[part]) for part in self._turn)
+
+    def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
+        return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
 
     def _set_out(
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = time.perf_counter()
-        outgoing = {part: self._own.outgoing(part) for part in parts}
+        pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
+        self._paced = self.local_step, begin
+        outgoing = self._own.outgoing(parts)
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
@@ -294,18 +330,27 @@ class Worker:
                 state=state,
                 place=place,
                 confirms=self._confirms[part],
+                met=self._steps[part],
+                step_seconds=pace,
             )
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
+        if self._sent is not None:
+            answers = self._sent.answers | answers
+            tokens = self._sent.tokens | tokens
         self._sent = _Sent(answers, tokens, begin)
 
-    def _land(self) -> None:
+    def _land(self, wait: bool = True) -> None:
+        """Take the answers; without `wait` those that are there."""
         if self._sent is None:
             return
-        (answers, tokens, begin), self._sent = self._sent, None
+        answers, tokens, begin = self._sent
         refused = None
-        for part, answer in answers.items():
+        for part, answer in list(answers.items()):
+            if not (wait or answer.is_there()):
+                continue
+            del answers[part]
             try:
                 reply = answer()
             except PushRefused as error:
@@ -314,18 +359,14 @@ class Worker:
                 refused = error
                 continue
             self._hear(part, reply)
-            self.staleness = reply.staleness
-            while reply.waiting:
-                # Sent again to a restored server, it may be stale there.
-                reply = self.connection.wait(self.index)
-                self._hear(part, reply)
-            self.used = reply.used
+            self.staleness, self.used = reply.staleness, reply.used
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
-            self._own.land(part, reply.arrays, self._place)
+            self._own.land(part, reply, self._place)
+        if not answers:
+            self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
             raise refused
-        self._seconds = time.perf_counter() - begin
 
     def _hear(self, part: int, reply: Reply) -> None:
         self._rounds[part] = reply.round
@@ -343,6 +384,8 @@ class Worker:
         """Discard the worker's parameters and state, and start anew from the center."""
         self._torn: bool = True
         joined = self.connection.join(self.index)
+        # When it pushed last: the step, and the time.
+        self._paced: tuple[int, float] = joined.local_step, time.perf_counter()
         self._sent: _Sent | None = None
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
         self._steps: dict[int, int] = {

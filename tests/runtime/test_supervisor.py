@@ -271,10 +271,10 @@ def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
     late, others = RayConnection(connection.servers, PARAMS, 1, 0, "runs/1"), []
     converse = late._converse
 
-    def overtaken(number, client, asked=None):
+    def overtaken(number, client):
         if number == 1 and not others:
             others.append(connection.join(0))
-        return converse(number, client, asked)
+        return converse(number, client)
 
     monkeypatch.setattr(late, "_converse", overtaken)
     with pytest.raises(ValueError, match="has joined again"):

@@ -177,7 +177,7 @@ def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_pa
             before = alive.center()["w"]
             again = start(keep_state)
             assert again.place == {"epoch": 1, "batch": 2} and again.local_step == 3
-            again._own.step(DOWN, 3)
+            again._own.step(DOWN, ())
             np.testing.assert_array_equal(again.params["w"] - before, added)
     with pytest.raises(ValueError, match="the state of another optimizer"):
         start(1, optax.adam(1.0))
@@ -291,7 +291,7 @@ def test_what_became_of_a_gradient_that_went_with_a_server_while_it_waited(monke
     server, (worker, _) = party(SyncReplicas(2, num_tokens=0), workers=2)
     held: Any = server._held[0]
 
-    def wait(number, timeout=0.0):
+    def wait(number, part):
         arrays = {"params": held.current()}
         return held.reply_again(number)._replace(
             arrays=arrays, used=False, waiting=False

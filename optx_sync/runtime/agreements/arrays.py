@@ -13,9 +13,9 @@ from optx_sync.trees import Tree, is_gradient_leaf, path_name
 
 
 def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
-    """A tree of new arrays: received ones may be views of the center."""
+    """A tree of received arrays: views, which the next message overwrites."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
+        lambda path, _: np.asarray(arrays[path_name(path)]), shapes
     )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optx_sync.center import worker as work
@@ -12,9 +13,10 @@ from optx_sync.center.coded import encoded, plus_decoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, copied, tree_of
+from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.agreements.saved import like, numbered
-from optx_sync.runtime.messages import Arrays
+from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.runtime.parts import Layout
 from optx_sync.trees import Tree
 
@@ -50,8 +52,23 @@ def traffic(rule: CenterRule) -> Traffic:
     return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
 
 
+class _Sent(NamedTuple):
+    """A push of a part, under way."""
+
+    steps: int
+    summed: Tree  # what was summed up; comes back if the push is refused
+    contributed: Tree
+    arrays: dict[str, Arrays]
+    codes: Tree  # the memory of its code after it
+
+
 class OfCenter:
-    """A worker's arrays under a rule."""
+    """A worker's arrays under a rule.
+
+    A step is one program, and so is what a worker takes from an answer. `params` are
+    never donated once a user may have them; what no user sees is computed into the
+    memory of the arrays before it.
+    """
 
     params: Tree
     taken: Tree
@@ -66,6 +83,7 @@ class OfCenter:
         terms: Terms,
         rule: CenterRule,
         between: Period,
+        delay: int,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
@@ -76,21 +94,25 @@ class OfCenter:
         self.pulls: Exchange | None = terms.pulls
         self.between: Period = between  # steps between the pushes of two parts
         self.traffic: Traffic = traffic(terms.rule)
-        self._walk = jax.jit(self._run_walk)
-        self._bring = jax.jit(self._run_bring, static_argnums=0)
-        self._take = jax.jit(self._run_take, static_argnums=0)
+        # Whether the parameters that a push is made of are replaced in the same step.
+        self.hides: bool = delay == 0
+        # The center that a worker takes, and whether it has to keep it.
+        self.took: str = "after" if work.takes_center(rule) else "before"
+        reads = "taken" in rule.reads or rule.penalty is not None
+        self.keeps: bool = rule.take is None or reads or self.pulls is not None
+        self._go = Sharing(self._run_go)
+        self._take = Sharing(self._run_take)
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the center."""
         self.taken = place(self.layout.join(parts, self.like))
-        self.params = jax.tree.map(
-            lambda c, p: c.astype(p.dtype), self.taken, self.like
-        )
+        self.params = work.round_like(self.taken, self.like)
         self._start_own()
 
     def _start_own(self) -> None:
         self.accumulated = work.start_accumulated(self.rule, self.taken)
-        self.inner_state = self.inner.init(self.params)
+        # Some states hold the parameters that they were made for.
+        self.inner_state = copied(self.inner.init(self.params))
         parts = range(len(self.layout.owners))
         self.steps: int = 0
         self.ages: list[int] = [0 for _ in parts]
@@ -99,13 +121,18 @@ class OfCenter:
         if self.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
             self.codes = [start_codes(self.exchange, part) for part in picked]
-        # The push under way of each part: its steps, its sums, and the memory of its
-        # code after it.
-        self.sent: dict[int, tuple[int, Tree, Tree]] = {}
+        self.sent: dict[int, _Sent] = {}  # by part
+        self.received: list[Received] = [Received() for _ in parts]
+        # Arrays that no user has seen and that nobody needs any more: of each part what
+        # was summed up and contributed, and parameters by the number of their leaf.
+        self.spare: dict[int, tuple[Tree, Tree]] = {}
+        self.spare_params: dict[int, jax.Array] = {}
+        self.hidden: bool = False  # whether no user can have seen the parameters
 
     def place(self, place: contract.Place) -> None:
         """Shard all arrays over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
+        self.hides = False  # Laying them out again may share their memory.
         self._start_own()
 
     def state(self) -> Arrays:
@@ -120,35 +147,77 @@ class OfCenter:
             self.inner_state,
         )
 
-    def step(self, grads: Tree, step: int) -> bool:
-        """Make a step; return whether a part is due."""
+    def is_due(self, step: int) -> bool:
+        """Whether a part is due with the next step, which has this number (0-based)."""
+        if isinstance(self.between, int):
+            return self.steps + 1 >= self.between
+        return bool(work.is_due(self.between, self.steps + 1, jnp.int32(step)))
+
+    def step(self, grads: Tree, parts: tuple[int, ...]) -> None:
+        """Make a step, and prepare the pushes of these parts."""
         self.steps += 1
         self.ages = [age + 1 for age in self.ages]
-        self.params, self.inner_state, self.accumulated = self._walk(
-            self.params, self.inner_state, self.taken, self.accumulated, grads,
-            jnp.int32(self.steps),
-        )  # fmt: skip
-        if isinstance(self.between, int):
-            return self.steps >= self.between
-        return bool(work.is_due(self.between, self.steps, jnp.int32(step)))
+        self._advance(parts, True, grads)
 
-    def _run_walk(self, params, inner_state, taken, accumulated, grads, steps):
-        at = self.at._replace(steps=steps)
-        worker = work.Worker(params, inner_state, taken, accumulated)
-        worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
-        return worker.params, worker.inner, worker.accumulated
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, tuple[dict, int]]:
+        """By part: (the arrays to push, the steps since its last push)."""
+        if not self.sent.keys() >= {*parts}:
+            self._advance(parts, False, ())
+        sent = {part: self.sent[part] for part in parts}
+        return {part: (one.arrays, one.steps) for part, one in sent.items()}
 
-    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
-        """(the arrays to push of a part, the steps since its last push)."""
-        age, summed = self.ages[part], self.accumulated
-        sent, codes, self.accumulated = self._bring(
-            part, self.params, self.taken, summed, self.codes[part], jnp.int32(age)
+    def _advance(self, parts: tuple[int, ...], walks: bool, grads: Tree) -> None:
+        ages = {part: self.ages[part] for part in parts}
+        codes = {part: self.codes[part] for part in parts}
+        spare = {part: self.spare.pop(part, None) or self._empty(part) for part in ages}
+        self.hidden = self.hides and walks and bool(parts)
+        walked = ()
+        if self.hidden:
+            leaves, treedef = jax.tree.flatten(self.params)
+            unseen, self.spare_params = self.spare_params, {}
+            walked = treedef.unflatten(
+                unseen[i] if i in unseen else jnp.zeros_like(leaf)
+                for i, leaf in enumerate(leaves)
+            )
+        held, sent = self._go(
+            (walks, parts),
+            (self.params, self.taken),
+            (grads, codes, np.int32(self.steps), jax.tree.map(np.int32, ages)),
+            (self.inner_state, self.accumulated, spare, walked),
         )
-        self.sent[part] = age, summed, codes
-        self.ages[part] = self.steps = 0
-        return {name: arrays_of(tree) for name, tree in sent.items()}, age
+        self.inner_state, self.accumulated, kept, params = held
+        self.params = params if walks else self.params
+        for part, (fields, codes_after) in sent.items():
+            arrays = {name: arrays_of(tree) for name, tree in fields.items()}
+            summed, contributed = kept[part]
+            self.sent[part] = _Sent(
+                ages[part], summed, contributed, arrays, codes_after
+            )
+            self.ages[part] = self.steps = 0
 
-    def _run_bring(self, part, params, taken, accumulated, codes, steps):
+    def _empty(self, part: int) -> tuple[Tree, Tree]:
+        """Memory for what a part sums up and contributes."""
+        plain = self.traffic.sends == ("contribution",) and self.exchange is None
+        trees = self.accumulated, self.taken if plain else ()
+        summed, contributed = (self.layout.pick(tree, part) for tree in trees)
+        return jax.tree.map(jnp.zeros_like, (summed, contributed))
+
+    def _run_go(self, fixed, passing, read, donated):
+        (walks, parts), (params, taken) = fixed, passing
+        (grads, codes, steps, ages), (inner_state, accumulated, *_) = read, donated
+        if walks:
+            worker = work.Worker(params, inner_state, taken, accumulated)
+            at = self.at._replace(steps=steps)
+            worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
+            params, inner_state, _, accumulated = worker
+        kept, sent = {}, {}
+        for part in parts:
+            accumulated, kept[part], sent[part] = self._bring(
+                part, params, taken, accumulated, codes[part], ages[part]
+            )
+        return (inner_state, accumulated, kept, params if walks else ()), sent
+
+    def _bring(self, part, params, taken, accumulated, codes, steps):
         whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
         params, taken, accumulated = map(pick, (params, taken, accumulated))
         x = work.as_center(params, taken)
@@ -156,42 +225,56 @@ class OfCenter:
         worker = work.Worker(params, (), taken, accumulated)
         # A formula that reads the center runs at the server; here any array will do.
         worker, total = work.bring(self.rule, worker, x, at)
+        contributed = ()
         if self.traffic.sends == ("contribution",):
-            total = work.share_of_one(self.rule, total, at)
+            contributed = work.share_of_one(self.rule, total, at)
+            sent = {"contribution": contributed}
             if self.exchange is not None:
-                total, codes = encoded(self.exchange, total, codes)
-            sent = {"contribution": total}
+                message, codes = encoded(self.exchange, contributed, codes)
+                contributed, sent = (), {"contribution": message}
         else:
             fields = {"params": x, "taken": taken, "accumulated": accumulated}
             sent = {name: fields[name] for name in self.traffic.sends}
-        return sent, codes, self.layout.whole.put(whole, part, worker.accumulated)
+        whole = self.layout.whole.put(whole, part, worker.accumulated)
+        return whole, (accumulated, contributed), (sent, codes)
 
     def give_back(self, part: int) -> None:
         """Take back the last push of a part, which was refused."""
-        age, summed, _ = self.sent.pop(part)
-        self.ages[part] += age
+        sent = self.sent.pop(part)
+        self.spare[part] = sent.summed, sent.contributed
+        self.ages[part] += sent.steps
         self.steps = max(self.steps, self.ages[part])  # The part is due again.
         pick, put = self.layout.pick, self.layout.whole.put
-        both = jax.tree.map(jnp.add, pick(self.accumulated, part), pick(summed, part))
+        both = jax.tree.map(jnp.add, pick(self.accumulated, part), sent.summed)
         self.accumulated = put(self.accumulated, part, both)
 
-    def land(
-        self, part: int, replied: dict[str, Arrays], place: contract.Place
-    ) -> None:
-        """Take the reply."""
-        like = self.layout.pick(self.like, part)
-        age, _, self.codes[part] = self.sent.pop(part)
-        params, taken = self._take(
-            part,
-            self.params,
-            self.taken,
-            {name: tree_of(arrays, like) for name, arrays in replied.items()},
-            jnp.int32(age),
-        )
+    def land(self, part: int, reply: Reply, place: contract.Place) -> None:
+        """Take the reply. What a code owes changes with a push that was used."""
+        shapes = self.layout.pick(self.like, part)
+        sent, before = self.sent.pop(part), self.params
+        if reply.used:
+            self.codes[part] = sent.codes
+        self.spare[part] = sent.summed, sent.contributed
+        kept, read = {}, {}
+        for name, arrays in reply.arrays.items():
+            if self.keeps and name == self.took:
+                kept[name] = self.received[part].tree(arrays, shapes)
+            else:
+                read[name] = tree_of(arrays, shapes)
+        passing = self.params, self.taken, kept
+        _, (params, taken) = self._take(part, passing, (read, np.int32(sent.steps)))
         self.params, self.taken = place(params), place(taken)
+        if read:  # Views, which the next answer overwrites.
+            jax.block_until_ready(params)
+        if self.hidden:
+            pairs = zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)
+            self.spare_params |= {
+                i: old for i, (old, new) in enumerate(pairs) if old is not new
+            }
 
-    def _run_take(self, part, params, taken, centers, steps):
-        pick, put = self.layout.pick, self.layout.whole.put
+    def _run_take(self, part, passing, read, donated):
+        (params, taken, kept), (others, steps) = passing, read
+        centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
         x = work.as_center(pick(params, part), pick(taken, part))
         if "change" in centers and self.pulls is not None:
             (name,) = self.traffic.replies
@@ -202,7 +285,6 @@ class OfCenter:
         worker = work.Worker(pick(params, part), (), (), ())
         at = self.at._replace(steps=steps)
         worker = work.take(self.rule, worker, before, after, at)
-        took = centers.get("after" if work.takes_center(self.rule) else "before")
-        if took is not None:
-            taken = put(taken, part, took)
-        return put(params, part, worker.params), taken
+        if self.keeps and self.took in centers:
+            taken = put(taken, part, centers[self.took])
+        return (), (put(params, part, worker.params), taken)

@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import math
 from collections import deque
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.meetings import one
 from optx_sync.checks import check_inner
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.averages import check_averages
@@ -25,7 +27,8 @@ from optx_sync.replicas.tokens import (
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, copied, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, copied
+from optx_sync.runtime.agreements.memory import Received
 from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import (
     Notes,
@@ -92,7 +95,8 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
         work=lambda shapes, inner, layout: OfUpdates(shapes),
         fragments=1,
         delay=0,
-        splits=False,
+        meet=one(),
+        of_center=False,
         waits=True,
     )
 
@@ -205,6 +209,14 @@ class Updates:
         """The updates since the token of a worker."""
         return max(self.global_step - self.local_steps[worker], 0)
 
+    def settle(self) -> float:
+        """An update is made by a gradient, never by the clock."""
+        return math.inf
+
+    def asks(self, worker: int, met: int) -> bool:
+        """Whether a worker is asked to push before its turn: never."""
+        return False
+
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker waits for a token."""
         return worker in self.waiting
@@ -278,12 +290,13 @@ class OfUpdates:
 
     def __init__(self, shapes: Tree):
         self.like: Tree = shapes
+        self.received: Received = Received()
         self.steps: int = 0
         self.ages: list[int] = [0]
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the parameters."""
-        self.params = place(tree_of(parts[0], self.like))
+        self.params = place(self.received.tree(parts[0], self.like))
 
     def place(self, place: contract.Place) -> None:
         """Lay them out over devices."""
@@ -296,25 +309,26 @@ class OfUpdates:
     def go_on(self, state: Arrays) -> None:
         """No state to continue with."""
 
-    def step(self, grads: Tree, step: int) -> bool:
-        """Keep the gradient; every step is due."""
-        self.grads = grads
-        self.ages = [1]
+    def is_due(self, step: int) -> bool:
+        """Every step is due."""
         return True
 
-    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
+    def step(self, grads: Tree, parts: tuple[int, ...]) -> None:
+        """Keep the gradient."""
+        self.grads = grads
+        self.ages = [1]
+
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, tuple[dict, int]]:
         """The gradient to push."""
         self.ages = [0]
-        return {"grads": arrays_of(self.grads)}, 1
+        return {0: ({"grads": arrays_of(self.grads)}, 1)}
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
 
-    def land(
-        self, part: int, replied: dict[str, Arrays], place: contract.Place
-    ) -> None:
+    def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
-        self.params = place(tree_of(replied["params"], self.like))
+        self.params = place(self.received.tree(reply.arrays["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
