@@ -314,11 +314,7 @@ def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> Non
         center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
-    try:
-        error.center, error.history = center, history  # type: ignore
-    except AttributeError:
-        log.warning("%s takes no attributes: the center is lost.", type(error))
-        return
+    error.center, error.history = center, history  # type: ignore
     if center is not None:
         error.add_note("The center as it was is this exception's attribute `center`.")
 
