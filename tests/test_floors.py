@@ -66,7 +66,7 @@ GROUND = {
     "runtime": files(
         "runtime/: messages protocol parts checkpoints server worker display metrics "
         "shared ray_actors "
-        "runtime/agreements/: __init__ contract bounds arrays saved pushes own center "
+        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own center "
         "meeting way sync_replicas"
     ),
 }
