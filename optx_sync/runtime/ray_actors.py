@@ -10,11 +10,9 @@ import contextlib
 import functools
 import os
 import pathlib
-import pickle
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -559,34 +557,27 @@ class WorkerActor:
     def is_here(self) -> None:
         """Answered once there is a process."""
 
-    def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
-        """Run it: "done", "refused" or "error", and the details."""
-        worker: Worker | None = None
+    def run(self, index: int, start: tuple[Any, ...]) -> int | None:
+        """Run it: how many steps it has not pushed; `None` if it left on notice."""
         told = _Notice()
         worker_fn, connection, params, inner, agreement, options = start
+        worker = Worker(connection, params, inner, agreement, index=index, **options)
         try:
-            worker = Worker(
-                connection, params, inner, agreement, index=index, **options
-            )
             told.worker, worker.preempted = worker, told.came
             worker_fn(worker)
-            connection.leave(index)  # Nobody waits for this worker any more.
-            worker.land()
         except Preempted:
             connection.leave(index)
             connection.finish(index)
-            return "left", ""
-        except PushRefused as error:
-            return "refused", str(error)
-        except SystemExit as error:
+            return None
+        except SystemExit as error:  # Ray would take the process for dead.
             if error.code not in (None, 0):
-                return "error", RuntimeError(
+                raise RuntimeError(
                     f"Worker {index} left with sys.exit({error.code!r})."
-                )
-        except Exception as error:
-            return "error", portable(error)
+                ) from None
+        connection.leave(index)  # Nobody waits for this worker any more.
+        worker.land()
         connection.finish(index)
-        return "done", worker.unpushed if worker else 0
+        return worker.unpushed
 
 
 class _Notice:
@@ -618,20 +609,6 @@ def naming_what_cannot_be_sent(**things: object) -> Iterator[None]:
                     "Make such an object inside of the function that uses it."
                 ) from None
         raise
-
-
-def portable(error: Exception) -> Exception:
-    """An exception that survives pickling; some can be written but not read."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        cloudpickle = import_ray().cloudpickle
-        copy = pickle.loads(cloudpickle.dumps(error))
-        if type(copy) is not type(error):
-            raise TypeError(type(copy))
-    except Exception:
-        return RuntimeError(f"worker_fn raised {type(error).__name__}: {error}\n{text}")
-    copy.add_note(f"In a worker:\n{text}")
-    return copy
 
 
 def _raised(answer: Any) -> Any:
