@@ -470,8 +470,6 @@ class _Conversation:
                 self._payload = came
             if client.phase == "save" and client.tries:
                 self._rests_until = time.monotonic() + PAUSE_SECONDS
-            if client.phase == "waiting" and client.goal in ("send", "token"):
-                client = client._replace(phase="token", goal="token")
             self._client = client
         finally:
             line.busy = False

@@ -344,6 +344,10 @@ class Server:
         Events before `since` are dropped.
         """
         with self._changed:
+            for part, held in zip(self.parts, self._held, strict=True):
+                while held.short:
+                    what = f"A meeting of part {part} is short: {held.short.pop(0)}."
+                    self._note("short", -1, message=what)
             since = since if boot == self._boot else 0
             del self._events[: max(since - self._forgotten, 0)]
             self._forgotten = max(self._forgotten, since)

@@ -247,6 +247,8 @@ class Center:
         """The rounds since a worker last took the center that were not dropped."""
         return self.applied - self.seen[worker]
 
+    short: list[str] = []  # noqa: RUF012 # only read: no meeting waits for others
+
     def settle(self) -> float:
         """A push is absorbed when it comes: there is nothing to wait for."""
         return math.inf
