@@ -62,11 +62,12 @@ GROUND = {
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
     "front": files("front/: processes checkpoints step comparison"),
-    "simulate": files("simulate/: replay"),
+    "simulate": files("simulate/: clock replay"),
     "runtime": files(
-        "runtime/: messages protocol parts checkpoints server worker display metrics "
-        "shared ray_actors "
-        "runtime/agreements/: __init__ contract center sync_replicas"
+        "runtime/: messages protocol parts samples checkpoints server worker display "
+        "metrics shared ray_actors "
+        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
+        "center meeting way sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.

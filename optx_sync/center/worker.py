@@ -148,8 +148,17 @@ def weigh_alone(
 
     A contribution of factor 0 is dropped: the center stays, momentum and all.
     """
-    if rule.weigh is None:
+    factor = factor_of(rule, at)
+    if factor is None:
         return contribution, jnp.bool_(True)
+    weighed = jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
+    return weighed, factor.astype(jnp.bool_)
+
+
+def factor_of(rule: CenterRule, at: Round) -> jax.Array | None:
+    """The rule's `weigh` of a contribution, a scalar; `None` if it has none."""
+    if rule.weigh is None:
+        return None
     # A user's formula may mix integers and Python numbers; the result is a float.
     with jax.numpy_dtype_promotion("standard"):
         factor = jnp.asarray(rule.weigh(at))
@@ -158,8 +167,7 @@ def weigh_alone(
             "weigh must return a scalar, by which a contribution is multiplied; got an "
             f"array of shape {factor.shape}."
         )
-    weighed = jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
-    return weighed, factor.astype(jnp.bool_)
+    return factor
 
 
 def absorb(

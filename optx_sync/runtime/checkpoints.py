@@ -7,8 +7,7 @@ import json
 import os
 import pathlib
 import socket
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,51 +25,40 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 LOCK_SECONDS = 5.0
 
 
-class Lock:
-    """A file lock on a folder: held by one process until it releases it or dies."""
+def locked(folder: pathlib.Path) -> Any:
+    """The lock on a folder, which this process holds until nobody here has it."""
+    import filelock
 
-    _held: ClassVar[weakref.WeakValueDictionary[str, "Lock"]] = (
-        weakref.WeakValueDictionary()
-    )
+    path = folder / "lock"
+    # The holder rewrites the text; the file itself stays. A link is not followed: what
+    # it leads to would be emptied.
+    if path.is_symlink():
+        raise ValueError(
+            f"{path} is a symbolic link and would be written to. Delete it, or pass "
+            "another checkpoint_dir."
+        )
+    # Of the process: a server is called by many threads.
+    lock = filelock.FileLock(path, LOCK_SECONDS, thread_local=False, is_singleton=True)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        who = path.read_text(errors="replace")[:200]
+        raise ValueError(
+            f"Another run saves to {folder}: {who or 'it does not say who'}. Two would "
+            "overwrite one another. Wait for its end, or pass another checkpoint_dir."
+        ) from None
+    with contextlib.suppress(OSError):  # The disk is full: it is held all the same.
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    return lock
 
-    def __init__(self, folder: pathlib.Path):
-        import filelock
 
-        path = folder / "lock"
-        # The holder rewrites the text; the file itself stays. A link is not followed:
-        # what it leads to would be emptied.
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a symbolic link and would be written to. Delete it, or "
-                "pass another checkpoint_dir."
-            )
-        # Of the process: a server is called by many threads.
-        self._lock: Any = filelock.FileLock(path, LOCK_SECONDS, thread_local=False)
-        try:
-            self._lock.acquire()
-        except filelock.Timeout:
-            who = path.read_text(errors="replace")[:200]
-            raise ValueError(
-                f"Another run saves to {folder}: {who or 'it does not say who'}. Two "
-                "would overwrite one another. Wait for its end, or pass another "
-                "checkpoint_dir."
-            ) from None
-        self._file: os.stat_result = path.stat()
-        with contextlib.suppress(OSError):  # The disk is full: it is held all the same.
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-
-    @classmethod
-    def of(cls, folder: pathlib.Path) -> "Lock":
-        """The lock of a folder, shared by all servers in this process."""
-        lock = cls._held.get(str(folder))
-        if lock is None or not lock._is_in(folder):
-            lock = cls._held[str(folder)] = cls(folder)
-        return lock
-
-    def _is_in(self, folder: pathlib.Path) -> bool:
-        """Whether the lock's file is still in this folder, and not in a renamed one."""
-        there = folder / "lock"
-        return there.exists() and os.path.samestat(self._file, there.stat())
+def _numbers(folder: Any, prefix: str = "", suffix: str = "") -> tuple[int, ...]:
+    """The numbers n of all `prefix` n `suffix` in a folder, in order."""
+    names = [path.name for path in folder.iterdir()]
+    stems = [name.removeprefix(prefix).removesuffix(suffix) for name in names]
+    pairs = zip(names, stems, strict=True)
+    found = (x for name, x in pairs if x.isdecimal() and name == prefix + x + suffix)
+    return tuple(sorted(map(int, found)))
 
 
 class Checkpoints:
@@ -90,7 +78,7 @@ class Checkpoints:
                 "checkpoint_dir needs Orbax and filelock: pip install 'optx-sync[ray]'."
             ) from error
         self.folder: Any = self.path_of(folder)
-        self._lock: Lock | None = None
+        self._lock: Any = None
         try:
             self._hold()
         except OSError:
@@ -114,7 +102,8 @@ class Checkpoints:
         if self._lock is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if "://" not in str(self.folder):
-                self._lock = Lock.of(pathlib.Path(str(self.folder)))
+                self._lock = locked(pathlib.Path(str(self.folder)))
+                self._sweep()
 
     def check_writable(self) -> None:
         """Refuse to begin a run that cannot save.
@@ -132,14 +121,11 @@ class Checkpoints:
 
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the finished checkpoints."""
-        names = (path.name for path in self.folder.iterdir())
-        return tuple(sorted(int(name) for name in names if name.isdecimal()))
+        return _numbers(self.folder)
 
     def damaged(self) -> tuple[int, ...]:
         """The names of the damaged checkpoints, which were put aside."""
-        names = (path.name for path in self.folder.iterdir())
-        stems = (name.removesuffix(DAMAGED) for name in names if DAMAGED in name)
-        return tuple(sorted(int(stem) for stem in stems if stem.isdecimal()))
+        return _numbers(self.folder, suffix=DAMAGED)
 
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Any:
         """Write a checkpoint and return its path."""
@@ -211,16 +197,9 @@ def _as_saved(words: dict[tuple[str, ...], Any], path: Any, x: Any) -> Any:
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
     """The folders with checkpoints of a run, by server number."""
     path = Checkpoints.path_of(folder)
-    if not path.exists():
-        return {}
-    found = {}
-    for one in path.iterdir():
-        stem = one.name.removeprefix("server_")
-        if stem.isdecimal() and stem != one.name:
-            names = [inner.name.removesuffix(DAMAGED) for inner in one.iterdir()]
-            if any(name.isdecimal() for name in names):
-                found[int(stem)] = one
-    return found
+    there = _numbers(path, "server_") if path.exists() else ()
+    folders = {number: path / f"server_{number}" for number in there}
+    return {k: x for k, x in folders.items() if _numbers(x) or _numbers(x, "", DAMAGED)}
 
 
 def set_aside(path: Any) -> None:
@@ -229,9 +208,10 @@ def set_aside(path: Any) -> None:
     while (there := path.parent / f"{path.name}.before_{number}").exists():
         number += 1
     try:
-        lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
+        lock = None if "://" in str(path) else locked(pathlib.Path(str(path)))
         path.rename(there)
-        del lock
+        if lock is not None:  # Its file has gone with the folder.
+            lock.release(force=True)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be put aside: {error}. Pass another checkpoint_dir."

@@ -100,8 +100,11 @@ class Seen:
             said += f", {rate:.3g} steps a second"
         if total_steps:
             made = sum(min(steps, total_steps) for steps in self.steps.values())
-            whole = num_workers * total_steps
-            said += f", {100 * made // whole} %"
+            # Who has ended makes no more.
+            ended = [w for w, state in self.states.items() if state == "ended"]
+            whole = (num_workers - len(ended)) * total_steps
+            whole += sum(min(self.steps[w], total_steps) for w in ended)
+            said += f", {100 * made // max(whole, 1)} %"
             if rate and made < whole:
                 left = datetime.timedelta(seconds=round((whole - made) / rate))
                 said += f", {left} left"
@@ -111,7 +114,7 @@ class Seen:
         """The state of a worker that has not pushed."""
         return self.states.get(worker, "starting")
 
-    def closing(self, seconds: float) -> str:
+    def closing(self, seconds: float, saved_in: str | None) -> str:
         """A closing summary of the run, in one line."""
         total: Counter[str] = Counter()
         for (kind, _), number in self.counts.items():
@@ -132,7 +135,7 @@ class Seen:
         }
         more = [f"{total[kind]} {what}" for kind, what in names.items() if total[kind]]
         if self.saved is not None:
-            more.insert(0, f"saved at step {self.saved}")
+            more.insert(0, f"saved at step {self.saved} in {saved_in}")
         return ", ".join([said, f"the center at step {self.step}", *more])
 
     def history(self, averages: Tree | None) -> History:
@@ -209,8 +212,9 @@ def line(event: Event) -> str:
         "started": f"{who} has started",
         "damaged": f"{who} has a damaged checkpoint",
         "unsaved": f"{who} could not save, and goes on",
+        "rolled_back": f"{who} has lost pushes",
     }.get(event.kind, f"{event.kind}: {who}")
-    message = f": {event.message.strip()}" if event.message else ""
+    message = ": " + " ".join(event.message.split()) if event.message else ""
     return what + message[:500]
 
 

@@ -2,6 +2,7 @@
 """Messages between workers and servers: pushes, replies, joins and events."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -16,10 +17,6 @@ Arrays: TypeAlias = dict[str, Tree]
 
 class PushRefused(ValueError):
     """The server refused a push; the center is unchanged."""
-
-
-class NoStart(RuntimeError):
-    """A server has neither a checkpoint nor parameters to start from."""
 
 
 class Push(NamedTuple):
@@ -42,6 +39,9 @@ class Push(NamedTuple):
     # notes of its program, as JSON.
     state: Arrays = {}  # noqa: RUF012 # only read
     place: str = ""
+    met: int = -1  # the part's meetings that it has taken; -1: all
+    leases: tuple[int, ...] = ()  # the ranges of samples that it is made of
+    step_seconds: float = 0.0  # seconds of one of the worker's steps
     confirms: int = (
         0  # the `Reply.number` that it took last; 0: answer with whole arrays
     )
@@ -65,6 +65,7 @@ class Push(NamedTuple):
         if not isinstance(self.place, str):
             return f"place must be a text; got {self.place!r}."
         numbers = {"seconds": self.seconds, "tokens": self.tokens}
+        numbers["step_seconds"] = self.step_seconds
         for name, number in {**self.shown, **numbers}.items():
             if not isinstance(number, int | float | np.number):
                 return f"{name} must be a number; got {number!r}."
@@ -83,6 +84,7 @@ def _can_be_saved(x: object) -> bool:
 # The numbers of a push and the least value of each; the server checks the others.
 _INTEGERS: dict[str, int] = {"steps": 1, "local_step": 0, "incarnation": 0}
 _INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62), "confirms": 0}
+_INTEGERS |= {"met": -1}
 
 
 class Reply(NamedTuple):
@@ -93,11 +95,23 @@ class Reply(NamedTuple):
     arrays: dict[str, Arrays]
     global_step: int  # rounds of the part
     staleness: int  # others' rounds since this worker's last one, none of them dropped
-    used: bool = True  # False for a stale gradient, which was dropped
-    waiting: bool = False  # whether the worker must wait for a token: ask `wait`
+    used: bool = True  # False for what came stale or late, and was dropped
+    waiting: bool = False  # whether it is not answered yet: ask `wait`
     round: int = 0  # the number of this push
     lost: int = 0  # earlier pushes of this worker that were lost with the server
     number: int = 0  # the number of this answer; the next push confirms it
+
+
+class Pending(NamedTuple):
+    """The answer to a push that was sent: a call waits for the `Reply`."""
+
+    wait: Callable[[], Reply]
+    is_there: Callable[[], bool] = lambda: True  # whether a call returns at once
+    hand_in: Callable[[], None] = lambda: None  # waits until the server has the push
+
+    def __call__(self) -> Reply:
+        """Wait for it; raises `PushRefused` if the push was refused."""
+        return self.wait()
 
 
 class JoinedPart(NamedTuple):

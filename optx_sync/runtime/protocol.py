@@ -99,6 +99,7 @@ class Stay(NamedTuple):
     worker: int
     incarnation: int
     joins: int
+    part: int = 0  # of the push that waits, its index on this server
 
 
 class Save(NamedTuple):
@@ -302,7 +303,8 @@ def wants(client: Client) -> Request | None:
         case "save":
             return Save(c.worker)
         case "token" | "start":
-            return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins)
+            part = c.sending[0][0] if c.sending else 0
+            return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins, part)
         case "send":
             part, serial = c.sending[0]
             line = c.lines[part] if c.lines else Line()

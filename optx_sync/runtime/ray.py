@@ -2,20 +2,24 @@
 """Asynchronous training on Ray: start servers and workers, replace those that die."""
 
 import contextlib
+import math
 import os
 import pathlib
 import signal
+import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optax
 
 from optx_sync.center import contract
 from optx_sync.center.fragments import Fragments, steps_between
+from optx_sync.center.meetings import Quorum
 from optx_sync.checks import check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
@@ -38,6 +42,7 @@ from optx_sync.runtime.ray_actors import (
     naming_what_cannot_be_sent,
     start_servers,
 )
+from optx_sync.runtime.samples import Samples
 from optx_sync.runtime.worker import Worker, shapes_of
 from optx_sync.trees import Tree, brief
 
@@ -46,6 +51,8 @@ DEATHS_WITHOUT_A_ROUND = 5
 # Seconds until a process that did not start is started again, longer each time.
 SLOWEST_START_SECONDS = 30.0
 POLL_SECONDS = 0.25
+# Seconds until a worker that has left on notice is started again.
+NOTICE_SECONDS = 10.0
 # Where memory is short, Ray first kills the newest of the actors that it may restart: a
 # worker, and not the older server beside it, which it may. The program is not started
 # again with the process: a call is not repeated, and a worker that died is killed.
@@ -74,11 +81,14 @@ def run(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | None = None,
+    meet: Quorum | None = None,
+    samples: Samples | None = None,
     keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
     worker_timeout: float | None = None,
     total_steps: int | None = None,
+    resources_per_worker: Mapping[str, float] | None = None,
 ) -> tuple[Tree, History]:
     """Asynchronous training with fault tolerance, on Ray: workers that wait for nobody.
 
@@ -117,6 +127,11 @@ def run(
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
         delay: A worker's steps from a push until it takes the answer.
         keep_local: As in `center_variable`.
+        meet: When the center absorbs: `one()`, each push when it comes (the default);
+            `quorum(3)`, the mean of 3 workers or more; a push that comes after its
+            meeting is dropped, and `worker.used` False.
+        samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
+            once in an epoch whoever dies.
         keep_state: Every so many rounds a worker's inner state is sent along, for its
             successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
@@ -126,6 +141,9 @@ def run(
         worker_timeout: A worker that no server has heard from for so many seconds is
             killed and replaced. `None`: no limit.
         total_steps: The steps of each worker, for the display.
+        resources_per_worker: What each takes of the cluster, as Ray names it:
+            `{"CPU": 4, "GPU": 1}`. What is left out: one CPU, nothing else. A worker
+            for which there is no place yet joins later; the log says what is missing.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -144,30 +162,24 @@ def run(
         agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, keep_local,
-        pull_exchange,
+        pull_exchange, meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
-    limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
+    limits = _checked(
+        _Limits(max_failures, worker_timeout, total_steps, resources_per_worker)
+    )
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
-    turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
+    turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(
             f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
         )
-    ray = import_ray()
-    started = not ray.is_initialized()
-    if started:
-        _start_ray(ray, address, num_workers)
-    elif address is not None:
-        raise ValueError(
-            f"Ray runs in this program already, so address={address!r} would have no "
-            "effect. Leave it out, or call ray.shutdown() first."
-        )
-    connection = None
-    try:
+    with contextlib.ExitStack() as ends:
+        cpus = math.ceil(num_workers * limits.needs["CPU"])
+        ray = ends.enter_context(_running_ray(address, cpus))
         connection = start_servers(
             params,
             agreement,
@@ -177,8 +189,11 @@ def run(
             checkpoint_every=checkpoint_every,
             resume=resume,
             replay=replay,
+            samples=samples,
             **settings.served(),
         )
+        for actor in connection.servers:
+            ends.callback(ray.kill, actor)
         options = {
             **settings._asdict(),
             "num_servers": num_servers,
@@ -187,19 +202,15 @@ def run(
         }
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)
-    finally:
-        for actor in connection.servers if connection else ():
-            ray.kill(actor)
-        if started:
-            ray.shutdown()
 
 
 class _Limits(NamedTuple):
-    """The failures and silences that a run tolerates, and its length."""
+    """What a run tolerates, how long it is, and what each worker takes."""
 
     max_failures: int
     worker_timeout: float | None
     total_steps: int | None
+    needs: Any = None  # of each resource, how much a worker takes
 
 
 def _checked(limits: _Limits) -> _Limits:
@@ -209,7 +220,15 @@ def _checked(limits: _Limits) -> _Limits:
     if limits.worker_timeout is not None:
         mend = "Pass seconds, or None."
         interval("[0.001, inf]", mend, worker_timeout=limits.worker_timeout)
-    return limits
+    if not isinstance(limits.needs, Mapping | None):
+        raise TypeError(
+            "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
+            f"{brief(limits.needs)}."
+        )
+    needs = {"CPU": 1.0, **(limits.needs or {})}
+    named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
+    interval("[0, inf)", "Pass how much of it each worker takes.", **named)
+    return limits._replace(needs=needs)
 
 
 def _supervised(
@@ -237,9 +256,8 @@ def _supervised(
             raise
         finally:
             supervisor.stop()
-            log.info(
-                "The run %s: %s", ended, events.seen.closing(time.monotonic() - begin)
-            )
+            seconds, where = time.monotonic() - begin, connection.saved_in
+            log.info("The run %s: %s", ended, events.seen.closing(seconds, where))
 
 
 @contextlib.contextmanager
@@ -256,21 +274,33 @@ def _sigterm_as_sigint() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
+@contextlib.contextmanager
+def _running_ray(address: str | None, cpus: int) -> Iterator[Any]:
+    """Ray, which is stopped again if it was started here."""
+    ray = import_ray()
+    if ray.is_initialized():
+        if address is not None:
+            raise ValueError(
+                f"Ray runs in this program already, so address={address!r} would have "
+                "no effect. Leave it out, or call ray.shutdown() first."
+            )
+        yield ray
+        return
+    here = {"num_cpus": max(os.cpu_count() or 1, cpus), "include_dashboard": False}
     with warnings.catch_warnings():
         # JAX warns of a fork; Ray runs another program in it at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-        if address is not None:
-            ray.init(address=address)
-            return
-        cpus = max(os.cpu_count() or 1, num_workers)
         try:
-            ray.init(num_cpus=cpus, include_dashboard=False)
+            ray.init(**(here if address is None else {"address": address}))
         except ValueError as error:
             # The environment names a cluster, as that of a submitted job does.
             if "existing cluster" not in str(error):
                 raise
             ray.init()
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
@@ -316,10 +346,10 @@ class _Supervisor:
             worker_fn=worker_fn, inner=inner, agreement=agreement, **options
         ):
             self.start = ray.put(start)
-        self.places: Any = None  # a placement group
-        self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
         self.running: dict[object, int] = {}
+        self.placing: dict[int, Any] = {}  # workers without a process yet
+        self.placing_said = time.monotonic()
         self.later: dict[int, float] = {}  # the time to start a worker again
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
@@ -330,7 +360,12 @@ class _Supervisor:
         self.joins = [0] * num_workers  # joins before it was started
 
     def supervise(self) -> None:
-        self._reserve()
+        gpus = self.ray.cluster_resources().get("GPU")
+        if gpus and "GPU" not in self.limits.needs:
+            log.warning(
+                "The cluster has %g GPUs, and the workers train on CPUs. Pass "
+                "resources_per_worker={'GPU': 1}, or 0 to have it so.", gpus,
+            )  # fmt: skip
         for index in range(self.num_workers):
             self._launch(index)
         while self.running or self.later:
@@ -342,6 +377,7 @@ class _Supervisor:
             self._tell_who_left()
             for reference in done:
                 self._over(self.running.pop(reference), reference)
+            self._see_who_has_a_place()
             self._kill_who_hangs()
             for index, when in list(self.later.items()):
                 if time.monotonic() >= when:
@@ -355,56 +391,36 @@ class _Supervisor:
     def stop(self) -> None:
         while self.actors:
             self.ray.kill(self.actors.popitem()[1])
-        if self.places is not None:
-            from ray.util import remove_placement_group
 
-            remove_placement_group(self.places)
-            self.places = None
-
-    def _reserve(self) -> None:
-        """Reserve resources for each worker, kept while it is replaced."""
-        from ray.util import placement_group, remove_placement_group
-
-        smaller, said = 1.0, False
-        while True:
-            self.share = _share(self.ray, self.num_workers, smaller)
-            cpus, gpus = self.share
-            bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-            self.places = placement_group([bundle] * self.num_workers)
-            ready, _ = self.ray.wait([self.places.ready()], timeout=SILENCE_SECONDS)
-            if ready:
-                if said:
-                    log.warning("The workers have places, of %g CPUs each.", cpus)
-                return
-            remove_placement_group(self.places)
-            self.places, said = None, True
-            free = self.ray.available_resources()
+    def _see_who_has_a_place(self) -> None:
+        """A worker's silence counts from when it has one; say who waits for it."""
+        for index, reference in list(self.placing.items()):
+            if self.ray.wait([reference], timeout=0)[0]:
+                del self.placing[index]
+                self.events.launched(index)
+        if not self.placing:
+            self.placing_said = time.monotonic()
+        elif time.monotonic() - self.placing_said > SILENCE_SECONDS:
+            self.placing_said = time.monotonic()
+            has, free = self.ray.cluster_resources(), self.ray.available_resources()
             log.warning(
-                "The run waits for places: %d workers need %g CPUs and %d GPUs each. "
-                "The cluster has %g CPUs and %g GPUs, of which %g and %g are free.",
-                self.num_workers, cpus, gpus,
-                self.ray.cluster_resources().get("CPU", 0),
-                self.ray.cluster_resources().get("GPU", 0),
-                free.get("CPU", 0), free.get("GPU", 0),
-            )  # fmt: skip
-            # Free resources may lie on nodes that are too small.
-            smaller = max(smaller / 2, 1 / 16)
+                "The run waits for places for workers %s: each needs %s.",
+                ", ".join(map(str, sorted(self.placing))),
+                ", ".join(
+                    f"{number:g} {name} ({free.get(name, 0):g} of "
+                    f"{has.get(name, 0):g} are free)"
+                    for name, number in self.limits.needs.items()
+                ),
+            )
 
     def _launch(self, index: int) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        cpus, gpus = self.share
-        place = PlacementGroupSchedulingStrategy(
-            self.places, placement_group_bundle_index=index
+        needs = {**self.limits.needs}
+        takes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
+        actor = self.ray.remote(WorkerActor).options(
+            **RESTARTABLE, **takes, resources=needs
         )
-        actor = (
-            self.ray.remote(WorkerActor)
-            .options(
-                **RESTARTABLE, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place
-            )
-            .remote()
-        )
-        self.actors[index] = actor
+        self.actors[index] = actor = actor.remote()
+        self.placing[index] = actor.is_here.remote()
         self.joins[index] = self.events.seen.counts["join", index]
         self.events.launched(index)
         self.running[actor.run.remote(index, self.start)] = index
@@ -419,7 +435,8 @@ class _Supervisor:
             how, what = "error", raised.as_instanceof_cause()
         except self.ray.exceptions.RayError as raised:
             # Raised for dead actors, those killed for memory, and those out of reach.
-            how, what, error = "died", self.hung.pop(index, str(raised)), raised
+            what = _WHY.get(type(raised).__name__, "its process is gone")
+            how, what, error = "died", self.hung.pop(index, what), raised
         # Kill it before another one starts: it may be alive, and it holds its CPU.
         self.ray.kill(self.actors.pop(index))
         if how == "error":
@@ -429,6 +446,7 @@ class _Supervisor:
             error = what
             what = f"{type(error).__name__}: {error} (failure {self.failures} of "
             what += f"{self.limits.max_failures} that the run bears)"
+        what = what if error is None else f"{what}; more in {_filed(error)}"
         if how == "done":
             self.returned.add(index)
             if what:
@@ -439,6 +457,15 @@ class _Supervisor:
                     index,
                     what,
                 )
+            return
+        if how == "left":
+            log.warning(
+                "Worker %d has left, as its machine goes, and handed in all that it "
+                "had. It starts again in %.0f s, where there is a place.",
+                index,
+                NOTICE_SECONDS,
+            )
+            self.later[index] = time.monotonic() + NOTICE_SECONDS
             return
         self.events.lost(index, str(what))
         counts = self.events.seen.counts
@@ -460,7 +487,7 @@ class _Supervisor:
             raise RuntimeError(
                 f"Worker {index} died {self.deaths[index]} times without a round "
                 f"between; the last time because: {what}"
-            ) from error
+            ) from (error if how == "error" else None)
         self._launch(index)
 
     def _kill_who_hangs(self) -> None:
@@ -469,7 +496,8 @@ class _Supervisor:
             return
         for index in self.running.values():
             seconds = self.events.silence_of(index)
-            if seconds > limit and index not in self.hung:
+            waits = index in self.placing or index in self.hung
+            if seconds > limit and not waits:
                 self.hung[index] = (
                     f"It was killed: no server heard of it for {limit:g} s."
                 )
@@ -492,24 +520,19 @@ class _Supervisor:
         self.events.heard = time.monotonic()
 
 
-def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
-    """The CPUs and GPUs of each worker, such that the nodes can hold all of them."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    free = ray.available_resources().get("CPU", 0.0)
-    cpus = [node.get("CPU", 0.0) for node in nodes]
-    # An equal share of the nodes, and of what is free now.
-    parts = [c / k for c in cpus if c for k in range(1, num_workers + 1)]
-    fits = [p for p in parts if sum(c // p for c in cpus) >= num_workers]
-    share = min(1.0, max(fits, default=1.0))
-    if free > 0:
-        share = min(share, free / num_workers)
-    gpus = [int(node.get("GPU", 0)) for node in nodes]
-    most = max(gpus, default=0)
-    of_each = [
-        g for g in range(1, most + 1) if sum(n // g for n in gpus) >= num_workers
-    ]
-    # Ray takes fractions in steps of 1/10000.
-    return max(int(1e4 * share * smaller), 1) / 1e4, max(of_each, default=0)
+# What Ray's errors mean; others are those of processes that are gone.
+_WHY = {
+    "OutOfMemoryError": "Ray killed it, since memory was short",
+    "ActorUnschedulableError": "there is no place for it",
+}
+
+
+def _filed(error: BaseException) -> str:
+    """Put an error, at length as Ray tells it, into a file, whose name is returned."""
+    path = pathlib.Path(tempfile.gettempdir(), f"optx_sync_{os.getpid()}.log")
+    with contextlib.suppress(OSError), path.open("a") as file:
+        file.write(f"{time.ctime()}\n{''.join(traceback.format_exception(error))}\n")
+    return str(path)
 
 
 # What is said of a worker that has not pushed, by its state.
@@ -534,6 +557,7 @@ class _Events:
         self.places = [("", 0) for _ in self._servers]
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
+        self._down: set[int] = set()  # servers that are being restarted
         self._steps: dict[int, int] = {}  # of each server
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
         # Of each server, the seconds in which it listened: those in which it owed an
@@ -569,10 +593,15 @@ class _Events:
             except ray.exceptions.ActorDiedError as error:
                 raise RuntimeError(
                     "A server died, and does not come back. Pass checkpoint_dir, so "
-                    "that it can."
-                ) from error
-            except ray.exceptions.RayError:
-                continue  # It is being restarted.
+                    f"that it can. More in {_filed(error)}"
+                ) from None
+            except ray.exceptions.RayError as error:
+                if number not in self._down:
+                    self._down.add(number)
+                    said = "server %d died, and Ray starts it again; more in %s"
+                    log.warning(said, number, _filed(error))
+                continue
+            self._down.discard(number)
             if isinstance(found, Exception):
                 raise found
             boot, events, requests = found

@@ -7,13 +7,15 @@ calls of Ray. Ray is imported when something here is called, not before.
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +24,23 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
-from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.checkpoints import (
+    Checkpoints,
+    folders_of_servers,
+    set_aside,
+)
+from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
-from optx_sync.runtime.server import Server, refusal
+from optx_sync.runtime.samples import Lease, Samples
+from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
-from optx_sync.runtime.worker import Worker, log, shapes_of
+from optx_sync.runtime.worker import Preempted, Worker, log, shapes_of
 from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -51,6 +59,9 @@ def start_servers(
     exchange: Exchange | None = None,
     pull_exchange: Exchange | None = None,
     fragments: Fragments | None = None,
+    delay: int | None = None,
+    meet: Quorum | None = None,
+    samples: Samples | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
     resume: bool = True,
@@ -68,6 +79,9 @@ def start_servers(
         exchange: See `run`.
         pull_exchange: See `run`.
         fragments: See `run`.
+        delay: See `run`.
+        meet: See `run`.
+        samples: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
         resume: See `run`.
@@ -85,11 +99,11 @@ def start_servers(
     ray = import_ray()
     shapes = shapes_of(params)
     settings = Settings(
-        num_workers, communication_period, exchange, fragments,
-        pull_exchange=pull_exchange,
+        num_workers, communication_period, exchange, fragments, delay,
+        pull_exchange=pull_exchange, meet=meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
-    if num_servers != 1 and not way.splits:
+    if num_servers != 1 and not way.of_center:
         raise ValueError(
             "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
             f"server; got num_servers={num_servers}. Pass num_servers=1."
@@ -99,47 +113,44 @@ def start_servers(
             "replay=True sends again what a server has lost since its last checkpoint, "
             "and there is none. Pass checkpoint_dir."
         )
-    if replay and way.waits:
+    if replay and not way.of_center:
         raise ValueError(
             "replay=True has no use with SyncReplicas: a gradient that is sent again "
             "was computed after the update that it would be for. Leave it out."
         )
-    layout = lay_out(shapes, way.fragments, num_servers)
+    lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
     options = {
         "num_cpus": 0,
         "max_restarts": 0 if checkpoint_dir is None else -1,
-        # Threads: a worker that waits for a token must not keep others from pushing.
-        "max_concurrency": num_workers + 8 if way.waits else 1,
+        # Threads: a worker that waits must not keep others from pushing.
+        "max_concurrency": 4 * num_workers + 8 if way.waits else 1,
     }
     servers = []
     for number in range(num_servers):
         given = {
             **settings.served(),
-            "inner": inner if way.waits else None,
+            "inner": None if way.of_center else inner,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
+            "samples": None if number else samples,
             "number": number,
             "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
-            given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
+            below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"
+            given["checkpoint_dir"] = str(below)
         actor = ray.remote(ServerActor).options(**options)
-        # Shapes, not arrays: an actor's arguments are kept for its restarts.
+        # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
-    connection = RayConnection(
-        servers, shapes, way.fragments, kept, checkpoint_dir is not None
-    )
-    parts = {part: layout.pick(params, part) for part in range(len(layout.owners))}
-    parts = jax.tree.map(np.asarray, parts)
+    saved_in = None if checkpoint_dir is None else str(checkpoint_dir)
+    connection = RayConnection(servers, shapes, way.fragments, kept, saved_in)
+    values = ray.put(jax.tree.map(np.asarray, params))
     try:
-        # Raises what the servers' construction raised.
-        connection.call(
-            "begin", lambda k: ({part: parts[part] for part in layout.of_server(k)},)
-        )
+        connection.ask_servers(lambda server: server.begin.remote(values))
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -163,13 +174,6 @@ def _look_at(folder: str | pathlib.Path, num_servers: int, resume: bool) -> None
         )
 
 
-def _below(folder: str | pathlib.Path, name: str) -> str | pathlib.Path:
-    text = str(folder)
-    if "://" in text:
-        return f"{text.rstrip('/')}/{name}"
-    return pathlib.Path(folder).absolute() / name
-
-
 class RayConnection:
     """A connection from a worker to the servers; any Ray process can receive it.
 
@@ -184,23 +188,24 @@ class RayConnection:
         shapes: Tree,
         fragments: Fragments,
         replay: int,
-        comes_back: bool,
+        saved_in: str | None,
     ):
         self.servers = servers
         self._shapes = shapes
         self._fragments = fragments
         self._replay = replay
-        self._comes_back = comes_back
+        self.saved_in = saved_in
         # Of this process, by worker and server: the workers' sides of the protocol, and
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
+        self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
         given = self.servers, self._shapes, self._fragments, self._replay
-        return RayConnection, (*given, self._comes_back)
+        return RayConnection, (*given, self.saved_in)
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
@@ -239,8 +244,8 @@ class RayConnection:
         """See `Server.push`."""
         return self.send(push)()
 
-    def send(self, push: Push) -> Callable[[], Reply]:
-        """See `Server.send`: the returned function waits for the answer."""
+    def send(self, push: Push) -> Pending:
+        """See `Server.send`."""
         number, position, serial = 0, 0, 0
         if not push.problem() and 0 <= push.part < len(self.layout.owners):
             number = self.layout.owners[push.part]
@@ -254,10 +259,10 @@ class RayConnection:
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
         self._pushes.setdefault(key, {})[position, serial] = push
-        asked = self._ask(number, client)
+        talk = _Conversation(self, number, client)
 
         def answer() -> Reply:
-            after, reply = self._converse(number, client, asked)
+            after, reply = talk.end()
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
             self._keep(key, after)
@@ -265,7 +270,30 @@ class RayConnection:
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
 
-        return answer
+        return Pending(answer, talk.has_ended, talk.hand_in)
+
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """See `Server.lease`; what may be sent again is held as well."""
+        kept = self._pushes.get((worker, 0), {}).values()
+        holds = [*holds, *(number for push in kept for number in push.leases)]
+        return self.call("lease", worker, incarnation, holds, count, of=(0,))[0]
+
+    def asked(self, worker: int, part: int, met: int) -> bool:
+        """See `Server.asked`: by a call that waits at the server while this returns."""
+        ray, key = import_ray(), (worker, part, met)
+        if key not in self._asked:
+            server = self.servers[self.layout.owners[part]]
+            waits = server.call.remote("asked", *key, TOKEN_SECONDS)
+            self._asked = {key: waits}  # What was asked before is over.
+        ready, _ = ray.wait([self._asked[key]], timeout=0)
+        if not ready:
+            return False
+        try:
+            return _raised(ray.get(self._asked.pop(key)))
+        except ray.exceptions.RayActorError:
+            return False  # The push will find out whether it comes back.
 
     def _keep(self, key: tuple[int, int], client: Client) -> None:
         """Keep the state of the protocol, and the pushes that may be sent again."""
@@ -276,16 +304,6 @@ class RayConnection:
             name: push for name, push in pushes.items() if name in needed
         }
         self._clients[key] = client
-
-    def wait(self, worker: int) -> Reply:
-        """See `Server.wait`."""
-        client = protocol.begin(self._clients[worker, 0], "token")
-        serial = client.sending[0][1] if client.sending else client.lines[0].serial
-        client, reply = self._converse(0, client)
-        self._keep((worker, 0), client)
-        if client.phase in ("refused", "superseded"):
-            raise PushRefused(refusal(client.message))
-        return reply._replace(round=serial, lost=client.lost)
 
     def finish(self, worker: int) -> None:
         """With `replay`, wait until a checkpoint covers what this worker has pushed."""
@@ -305,7 +323,7 @@ class RayConnection:
 
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
-        self.call("leave", lambda _: (worker,))
+        self.call("leave", worker)
 
     def center(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`."""
@@ -322,7 +340,7 @@ class RayConnection:
         """All servers save their parts."""
         self.call("checkpoint")
 
-    def _ask(
+    def ask(
         self, server: int, client: Client, line: Line | None = None
     ) -> tuple[Line, Any]:
         """Send a client's request: the line that was used, and Ray's reference."""
@@ -343,44 +361,17 @@ class RayConnection:
                 line.hang_up()
         return line, self.servers[server].handle.remote(client.worker, message)
 
-    def _converse(
-        self, server: int, client: Client, asked: tuple[Line, Any] | None = None
-    ) -> tuple[Client, Any]:
+    def _converse(self, server: int, client: Client) -> tuple[Client, Any]:
         """Complete a client's operation; return what the last answer brought."""
-        ray, payload, line = import_ray(), None, asked[0] if asked else None
-        deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
-        while protocol.wants(client) is not None:
-            line, reference = asked or self._ask(server, client, line)
-            asked, heard = None, False
-            try:
-                message = line.hear() if reference is None else ray.get(reference)
-                heard = True
-                answer, came = _raised(line.unpacked(message))
-            except Unseen:  # Use Ray from now on.
-                line.hang_up()
-            except ray.exceptions.RayActorError as error:
-                self._may_come_back(ray, error, deadline)
-                time.sleep(PAUSE_SECONDS)
-            except (EOFError, OSError):  # The server died: ask through Ray.
-                pass
-            else:
-                client = protocol.hears(client, answer)
-                payload = came if came is not None else payload
-                if client.phase == "save" and client.tries:
-                    time.sleep(PAUSE_SECONDS)
-            finally:
-                line.busy = False
-                if not heard:  # A late answer must not reach the next request.
-                    line.hang_up()
-        return client, payload
+        return _Conversation(self, server, client).end()
 
-    def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
+    def may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
         """Raise if a server is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
-            hint = "" if self._comes_back else " Pass checkpoint_dir, so that it can."
+            hint = "" if self.saved_in else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
-            ) from error
+            ) from None
         if time.monotonic() > deadline:
             raise RuntimeError(
                 "A server died and did not come back within "
@@ -388,25 +379,106 @@ class RayConnection:
             ) from error
 
     def call(
-        self, name: str, arguments: Callable[[int], tuple] = lambda _: ()
+        self, name: str, *arguments: object, of: Sequence[int] | None = None
     ) -> list[Any]:
-        """All servers' answers to a call; a server that died is asked again."""
+        """What a method of `Server` returns, from all servers or those numbered."""
+        return self.ask_servers(lambda one: one.call.remote(name, *arguments), of)
+
+    def ask_servers(
+        self, ask: Callable[[Any], Any], of: Sequence[int] | None = None
+    ) -> list[Any]:
+        """The servers' answers; a server that died is asked again."""
+        numbers = range(len(self.servers)) if of is None else of
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         answers = {}
-        while len(answers) < len(self.servers):
-            asked = {
-                number: server.call.remote(name, *arguments(number))
-                for number, server in enumerate(self.servers)
-                if number not in answers
-            }
+        while len(answers) < len(numbers):
+            asked = {n: ask(self.servers[n]) for n in numbers if n not in answers}
             for number, reference in asked.items():
                 try:
                     answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
-                    self._may_come_back(ray, error, deadline)
+                    self.may_come_back(ray, error, deadline)
                     time.sleep(PAUSE_SECONDS)
-        return [answers[number] for number in range(len(self.servers))]
+        return [answers[number] for number in numbers]
+
+
+class _Conversation:
+    """An operation of a worker's client with a server, which may take several requests.
+
+    A push that waits for others to come is asked for again, until it is answered.
+    """
+
+    def __init__(self, connection: RayConnection, server: int, client: Client):
+        self._connection, self._server, self._client = connection, server, client
+        self._payload: Any = None  # what the last answer brought
+        self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
+        self._rests_until: float = 0.0  # where a server is being restarted
+        self._line: Line | None = None
+        self._asked: tuple[Line, Any] | None = None  # the request under way
+        self._ask()
+
+    def end(self) -> tuple[Client, Any]:
+        """Wait for its end: the client then, and what the last answer brought."""
+        while protocol.wants(self._client) is not None:
+            self._hear()
+        return self._client, self._payload
+
+    def hand_in(self) -> None:
+        """Wait until the server has a push, answered or not."""
+        while self._client.phase == "send":
+            self._hear()
+
+    def has_ended(self) -> bool:
+        """Hear what has come, without waiting: whether that was all."""
+        while protocol.wants(self._client) is not None:
+            if time.monotonic() < self._rests_until:
+                return False
+            line, reference = self._ask()
+            if reference is None:
+                there = line.has_message()
+            else:
+                there, _ = import_ray().wait([reference], timeout=0)
+            if not there:
+                return False
+            self._hear()
+        return True
+
+    def _ask(self) -> tuple[Line, Any]:
+        if self._asked is None:
+            ask = self._connection.ask
+            self._asked = ask(self._server, self._client, self._line)
+        return self._asked
+
+    def _hear(self) -> None:
+        """Take an answer: the end, or others have to come, or the server is gone."""
+        time.sleep(max(self._rests_until - time.monotonic(), 0))
+        ray, (line, reference) = import_ray(), self._ask()
+        self._line, self._asked, heard = line, None, False
+        try:
+            message = line.hear() if reference is None else ray.get(reference)
+            heard = True
+            answer, came = _raised(line.unpacked(message))
+        except Unseen:  # Use Ray from now on.
+            line.hang_up()
+        except ray.exceptions.RayActorError as error:
+            self._connection.may_come_back(ray, error, self._deadline)
+            self._rests_until = time.monotonic() + PAUSE_SECONDS
+        except (EOFError, OSError):  # The server died: ask through Ray.
+            pass
+        else:
+            client = protocol.hears(self._client, answer)
+            if came is not None:
+                self._payload = came
+            if client.phase == "save" and client.tries:
+                self._rests_until = time.monotonic() + PAUSE_SECONDS
+            if client.phase == "waiting" and client.goal in ("send", "token"):
+                client = client._replace(phase="token", goal="token")
+            self._client = client
+        finally:
+            line.busy = False
+            if not heard:  # A late answer must not reach the next request.
+                line.hang_up()
 
 
 class ServerActor:
@@ -414,17 +486,28 @@ class ServerActor:
 
     def __init__(self, shapes: Tree, agreement: Agreement, settings: dict[str, Any]):
         jax.config.update("jax_platforms", "cpu")
-        self._server: Server | None = None
-        self._error: Exception | None = None
+        self._made: Any = functools.partial(Server, agreement=agreement, **settings)
         self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
         # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
+        self._start(shapes)  # One that died comes back before anybody asks.
+
+    def _start(self, params: Tree) -> None:
+        self._server: Server | None = None
+        self._error: Exception | None = None
         try:
-            self._server = Server(shapes, agreement, **settings)
+            self._server = self._made(params)
         except Exception as error:
-            # The first call raises it: Ray would restart an actor that dies here.
+            # Calls return it: Ray would restart an actor that dies here.
             self._error = error
+
+    def begin(self, params: Tree) -> object:
+        """Start from the parameters, where no checkpoint has been found."""
+        if self._server is None:
+            self._start(params)
+            return self._error
+        return self.call("check_writable")
 
     def pid(self) -> int | Exception:
         """The process's number, or the error at its start."""
@@ -473,15 +556,26 @@ class ServerActor:
 class WorkerActor:
     """The process in which `worker_fn` runs."""
 
+    def is_here(self) -> None:
+        """Answered once there is a process."""
+
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """Run it: "done", "refused" or "error", and the details."""
         worker: Worker | None = None
+        told = _Notice()
         worker_fn, connection, params, inner, agreement, options = start
         try:
             worker = Worker(
                 connection, params, inner, agreement, index=index, **options
             )
+            told.worker, worker.preempted = worker, told.came
             worker_fn(worker)
+            connection.leave(index)  # Nobody waits for this worker any more.
+            worker.land()
+        except Preempted:
+            connection.leave(index)
+            connection.finish(index)
+            return "left", ""
         except PushRefused as error:
             return "refused", str(error)
         except SystemExit as error:
@@ -493,6 +587,20 @@ class WorkerActor:
             return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
+
+
+class _Notice:
+    """A SIGTERM, with which clouds announce that a machine goes, tells the worker."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.came: bool = False  # while the worker starts, too
+        signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        self.came = True
+        if self.worker is not None:
+            self.worker.preempted = True
 
 
 @contextlib.contextmanager
@@ -534,6 +642,8 @@ def _raised(answer: Any) -> Any:
 
 def import_ray() -> Any:
     """Import Ray, or say what to install."""
+    # Of a death the log has one line of ours; Ray's own is in its raylet's log.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError as error:

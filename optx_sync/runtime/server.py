@@ -21,6 +21,7 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
@@ -33,13 +34,14 @@ from optx_sync.runtime.messages import (
     Event,
     Joined,
     JoinedPart,
-    NoStart,
+    Pending,
     Push,
     PushRefused,
     Reply,
 )
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
+from optx_sync.runtime.samples import Lease, Ledger, Samples
 from optx_sync.trees import Tree
 
 # Seconds that a worker may wait for its token before it must ask again: few, since the
@@ -65,7 +67,7 @@ class Server:
 
     Args:
         params: The parameters to start from, a tree of floating arrays; or their
-            shapes, for a server that gets them by `begin` or finds a checkpoint.
+            shapes, for a server that comes back and must find a checkpoint.
         agreement: A `CenterRule` or `SyncReplicas`.
         num_workers: N; workers have the numbers 0 to N - 1.
         inner: The optimizer that `SyncReplicas` applies; a rule does not use it here.
@@ -73,6 +75,9 @@ class Server:
         exchange: What the workers code their pushes with; see `run`.
         pull_exchange: What the server codes its answers with; see `run`.
         fragments: The parts that meet one after the other; see `run`.
+        delay: The workers' steps from a push until they take the answer.
+        meet: When a meeting is full; see `run`.
+        samples: What workers lease, at the first server; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
             server continues from the last one that can be read.
@@ -84,10 +89,11 @@ class Server:
         num_servers: The number of servers.
 
     Raises:
+        RuntimeError: Shapes, and no checkpoint.
         TypeError: An agreement, an inner transformation or parameters of a wrong type.
         ValueError: Numbers out of range; a checkpoint of other variables, workers or
             another optimizer; checkpoints none of which can be read; a folder to which
-            another run saves.
+            another run saves, or which cannot be written.
     """
 
     def __init__(
@@ -101,6 +107,9 @@ class Server:
         exchange: Exchange | None = None,
         pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
+        delay: int | None = None,
+        meet: Quorum | None = None,
+        samples: Samples | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
         resume: bool = True,
@@ -109,14 +118,11 @@ class Server:
         num_servers: int = 1,
     ):
         settings = Settings(
-            num_workers, communication_period, exchange, fragments,
-            pull_exchange=pull_exchange,
+            num_workers, communication_period, exchange, fragments, delay,
+            pull_exchange=pull_exchange, meet=meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
-        arrays = not any(
-            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
-        )
         self.layout: Layout = lay_out(params, way.fragments, num_servers)
         if integer("number", number, "The first server has 0.", 0) >= num_servers:
             raise ValueError(
@@ -148,7 +154,7 @@ class Server:
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
-        self._resizes: bool = not way.waits
+        self._resizes: bool = way.of_center
         # Workers whose programs have ended.
         self._left: set[int] = set()
         self._ended: bool = False
@@ -156,25 +162,28 @@ class Server:
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
+        self._ledger: Ledger | None = None if samples is None else Ledger(samples)
         picked = {part: self.layout.pick(params, part) for part in self.parts}
-        if not self._go_on(picked) and arrays:
-            self.begin(picked)
+        comes_back = any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
+        )
+        if not comes_back:
+            self.check_writable()
+        if self._go_on(picked, comes_back):
+            return
+        if comes_back:
+            raise RuntimeError(
+                "A server died, and the center with it: "
+                f"checkpoint_dir={str(checkpoint_dir)!r} holds no checkpoint any more."
+            )
+        self._held = [self._serve(picked[part]) for part in self.parts]
+        self._save()  # From now on there is a checkpoint to restore.
+        self._note("started", -1)
 
-    def begin(self, parts: dict[int, Tree]) -> None:
-        """Set the parameters to start from, for a server that was made without them.
-
-        Raises:
-            ValueError: It cannot save to `checkpoint_dir`. (One that comes back in the
-                middle of a run goes on without.)
-        """
-        with self._changed:
-            if self._checkpoints is not None:
-                self._checkpoints.check_writable()
-            if self._held:
-                return
-            self._held = [self._serve(parts[part]) for part in self.parts]
-            self._save()  # From now on there is a checkpoint to restore.
-            self._note("started", -1)
+    def check_writable(self) -> None:
+        """Refuse to begin a run that cannot save; one that comes back goes on."""
+        if self._checkpoints is not None:
+            self._checkpoints.check_writable()
 
     # For workers in the same process, and for a single server.
 
@@ -196,6 +205,8 @@ class Server:
             if worker not in self._left:
                 self._left.add(worker)
                 self._note("left", worker)
+                if self._ledger is not None:
+                    self._ledger.gone(worker)
             for held in self._held:
                 held.release(self._left)
             self._changed.notify_all()
@@ -228,21 +239,75 @@ class Server:
             raise PushRefused(refusal(answer.message))
         return reply
 
-    def send(self, push: Push) -> Callable[[], Reply]:
+    def send(self, push: Push) -> Pending:
         """As `push`, for a worker that reads the answer later."""
         try:
             reply = self.push(push)
         except PushRefused as error:
-            return _raising(error)
-        return lambda: reply
+            return Pending(_raising(error))
+        if not reply.waiting:
+            return Pending(lambda: reply)
 
-    def wait(self, worker: int, timeout: float = 10.0) -> Reply:
-        """Wait for a worker's token; after `timeout` seconds it must ask again."""
+        def wait():
+            while (late := self.wait(push.worker, part=push.part)).waiting:
+                pass
+            return late._replace(staleness=reply.staleness)
+
+        def is_there():
+            with self._changed:
+                held = self._held[self.parts.index(push.part)]
+                return not held.is_waiting(push.worker)
+
+        return Pending(wait, is_there)
+
+    def wait(self, worker: int, timeout: float = 10.0, part: int = 0) -> Reply:
+        """Wait `timeout` seconds at most for the answer to a push of a part."""
+        place = self.parts.index(part)
         with self._changed:
-            held = self._held[0]
-            self._changed.wait_for(lambda: not held.is_waiting(worker), timeout)
-            number = self._book.entries[worker].places[0].round
-            return held.reply_again(worker)._replace(round=number)
+            self._wait_for(worker, place, timeout)
+            number = self._book.entries[worker].places[place].round
+            return self._held[place].reply_again(worker)._replace(round=number)
+
+    def _wait_for(self, worker: int, place: int, seconds: float) -> None:
+        held = self._held[place]
+        self._wait(held, lambda: held.is_waiting(worker), seconds)
+
+    def asked(self, worker: int, part: int, met: int, seconds: float = 0.0) -> bool:
+        """Whether a worker should push a part now, though it may not be its turn yet.
+
+        It should where others have opened a meeting of the part, or have met without it
+        since it took `met` meetings. Waits `seconds` at most until that is so.
+        """
+        with self._changed:
+            self._heard[worker] += 1
+            held = self._held[self.parts.index(part)]
+            self._wait(held, lambda: not held.asks(worker, met), seconds)
+            return held.asks(worker, met)
+
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """Hand out ranges of samples; `None`: ask again soon. See `Ledger.lease`."""
+        with self._changed:
+            if self._ledger is None:
+                raise ValueError(
+                    "There are no samples to lease. Pass samples=oxs.runtime.Samples("
+                    "total, batch) to run."
+                )
+            if incarnation < self._book.entries[worker].incarnation:
+                return []  # Its successor has them.
+            return self._ledger.lease(worker, holds, count)
+
+    def _wait(self, held: Held, waits: Callable[[], bool], seconds: float) -> None:
+        """Wait while this holds; a meeting may close meanwhile, by the clock."""
+        end, step = time.monotonic() + seconds, held.global_step
+        while True:
+            pause, left = held.settle(), end - time.monotonic()
+            if left <= 0 or not waits():
+                break
+            self._changed.wait(min(left, pause))
+        if held.global_step != step:
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Refuse pushes from now on: what is saved next is all that was applied."""
@@ -257,7 +322,6 @@ class Server:
     def center_of_parts(self) -> dict[int, Arrays]:
         """A copy of the center of each part that lives here."""
         with self._changed:
-            self._check_start()
             return {
                 part: {path: np.array(x) for path, x in held.current().items()}
                 for part, held in zip(self.parts, self._held, strict=True)
@@ -266,7 +330,6 @@ class Server:
     def averages(self) -> Tree:
         """The moving averages of `SyncReplicas(variable_averages=)`, or `None`."""
         with self._changed:
-            self._check_start()
             return self._held[0].averages_tree()
 
     @property
@@ -297,7 +360,6 @@ class Server:
             The path of the newest checkpoint; `None` if there is none.
         """
         with self._changed:
-            self._check_start()
             self._save()
             if self._checkpoints is None or not self._book.saved:
                 return None
@@ -311,12 +373,8 @@ class Server:
         `Enter` is answered with a `Joined`; the end of a push or a wait with a `Reply`.
         """
         with self._changed:
-            self._check_start()
             if isinstance(request, protocol.Stay) and request.kind == "token":
-                worker, held = request.worker, self._held[0]
-                self._changed.wait_for(
-                    lambda: not held.is_waiting(worker), TOKEN_SECONDS
-                )
+                self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
                 return self._handle(request, push)
             finally:
@@ -344,7 +402,7 @@ class Server:
         if action == "apply" and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
         self._book = book
-        reply, part = None, 0  # A gradient that waits is of the only part.
+        reply, part = None, 0
         match request:
             case protocol.Save():
                 self._save()
@@ -355,7 +413,7 @@ class Server:
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
             case protocol.Stay():
-                reply = self._held[0].reply_again(worker)
+                reply, part = self._held[request.part].reply_again(worker), request.part
             case protocol.Send():
                 self._note("retry", worker, push=push)
                 reply, part = self._held[request.part].reply_again(worker), request.part
@@ -367,6 +425,8 @@ class Server:
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
+        if self._ledger is not None:
+            self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
@@ -399,6 +459,9 @@ class Server:
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
+        if self._ledger is not None:
+            settle = self._ledger.absorbed if reply.used else self._ledger.dropped
+            settle(push.leases)
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
@@ -415,16 +478,6 @@ class Server:
         number = book.entries[worker].places[request.part].round
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
-
-    def _check_start(self) -> None:
-        if not self._held:
-            where = self._checkpoints.folder if self._checkpoints else None
-            raise NoStart(
-                "A server died, and the center with it. Pass checkpoint_dir, so that "
-                "it can come back."
-                if where is None
-                else f"A server died, and {where} holds no checkpoint any more."
-            )
 
     # Checkpoints on the disk.
 
@@ -448,6 +501,7 @@ class Server:
                     "entries": self._book.entries,
                     "local_steps_of_workers": self._local_steps,
                     "places_of_workers": self._places,
+                    **({"ledger": self._ledger.saved()} if self._ledger else {}),
                 },
             )
         except Exception as error:  # A full disk, for example: try again later.
@@ -459,7 +513,7 @@ class Server:
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
-    def _go_on(self, picked: dict[int, Tree]) -> bool:
+    def _go_on(self, picked: dict[int, Tree], comes_back: bool) -> bool:
         """Restore the newest checkpoint that can be read."""
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -488,6 +542,9 @@ class Server:
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = protocol.restored(self._book, entries, saved)
+            if self._ledger is not None and "ledger" in notes:
+                joined = {w for w, entry in enumerate(entries) if entry.incarnation}
+                self._ledger.restore(notes["ledger"], joined if comes_back else set())
             self._note("restored", -1, message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():

@@ -144,6 +144,10 @@ class Line:
             raise EOFError
         return self._pipes[0].recv_bytes()
 
+    def has_message(self) -> bool:
+        """Whether `hear` returns at once, or raises."""
+        return self._pipes is None or self._pipes[0].poll(0)
+
     def hang_up(self) -> None:
         """Close the pipes and use Ray again."""
         self._pipes = self._offered = None

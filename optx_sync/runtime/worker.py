@@ -5,7 +5,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
@@ -16,16 +17,20 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.samples import Lease
 from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
+# How many ranges of samples a worker leases at once.
+LEASES_AHEAD = 8
 
 
 class Connection(Protocol):
@@ -39,24 +44,35 @@ class Connection(Protocol):
         """Whether all workers have joined."""
         ...
 
-    def send(self, push: Push) -> Callable[[], Reply]:
+    def send(self, push: Push) -> Pending:
         """Send a push of a part.
 
-        The function that it returns waits for the answer, sends the push again if need
-        be, and raises `PushRefused` if it was refused.
+        A call of the answer waits for it, sends the push again if need be, and raises
+        `PushRefused` if it was refused.
         """
         ...
 
-    def wait(self, worker: int) -> Reply:
-        """Wait for a token, for a limited time."""
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """Get ranges of samples (see `Server.lease`)."""
         ...
+
+    def asked(self, worker: int, part: int, met: int) -> bool:
+        """Whether to push a part now (see `Server.asked`), without waiting."""
+        ...
+
+
+class Preempted(SystemExit):
+    """The worker was told that its machine goes: it has handed in all that it has."""
 
 
 class _Sent(NamedTuple):
     """Pushes that are on their way."""
 
-    answers: dict[int, Callable[[], Reply]]  # by part
+    answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
+    leases: tuple[int, ...]  # the ranges of samples that it is made of
     begin: float
 
 
@@ -82,6 +98,7 @@ class Worker:
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
+        meet: As the server's.
         keep_state: Send the inner state along every so many rounds; see `run`.
         num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
@@ -96,12 +113,15 @@ class Worker:
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two, those that
             the center absorbed.
-        used: `False` if the last gradient was stale (`SyncReplicas`).
+        used: `False` if what it pushed last was dropped: a stale gradient
+            (`SyncReplicas`), or one that came after its meeting (`quorum`).
         restarts: The number of earlier workers with this index.
         incarnation: A number that distinguishes it from them.
         place: Notes of the program for its successor, such as its position in the data:
             anything that JSON holds. They are sent with each push; a worker that
             replaces this one finds here what was sent with the last one.
+        preempted: Set it once a notice has come that the machine goes, as `run` does at
+            a SIGTERM: the next step hands in what it has and raises `Preempted`.
         lost: Pushes of this worker that were lost with a server: applied after its last
             checkpoint, and without `replay`.
         connection: As given.
@@ -136,6 +156,7 @@ class Worker:
         fragments: Fragments | None = None,
         delay: int | None = None,
         keep_local: float | None = None,
+        meet: Quorum | None = None,
         keep_state: int = 0,
         num_servers: int = 1,
         synchronous: bool = False,
@@ -143,7 +164,7 @@ class Worker:
         check_period(communication_period)
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay, keep_local,
-            pull_exchange,
+            pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
@@ -153,13 +174,16 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
+        self._shared: bool = way.meet.shared
         integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
         self._keep_state: int = keep_state
         self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True
+        self.preempted: bool = False
         self.staleness: int = 0
         self.lost: int = 0
+        self._flushed: int = 0  # the step at which it was flushed last
         self._seconds: float = 0.0
         self._untold: int = 0
         joined = self.pull()
@@ -191,44 +215,97 @@ class Worker:
             RuntimeError: Something other than `PushRefused` interrupted the last step:
                 whether its push was applied is not known. `pull` first.
             ValueError: Gradients that do not match the parameters.
+            Preempted: The worker is `preempted`.
         """
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
         # Both are the program's own: an error in them changes nothing.
-        due = self._own.is_due(self.local_step)
+        due = self._own.is_due(self.local_step) or self._is_asked()
         said = self._said(what_to_show) if due else None
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
+            if self._lease is not None:
+                self._walked.append(self._lease.number)
+                self._lease = None
             at_once = said is not None and self._sent is None
             self._own.step(grads, self._turn if at_once else ())
-            if self._sent is not None and (due or self._own.steps >= self._delay):
-                self._land()
-            if said is not None:
+            if self._own.steps >= self._delay or (due and not self._shared):
+                self._land(wait=not self._shared)
+            if said is not None and self._sent is None:
                 self._set_out(self._turn, *said)
                 if not self._delay:
                     self._land()
+        if self.preempted:
+            self.flush()
+            raise Preempted
+
+    def samples(self) -> Iterator[Lease]:
+        """The samples of each step, leased from the servers until all are counted.
+
+        A step with them is to follow each. At the end comes `flush`: a range is done
+        once the push that its step is part of has been absorbed, and what this worker
+        has not pushed goes to another one.
+
+        Raises:
+            ValueError: The run has no `samples=`.
+        """
+        while True:
+            while not self._leases:
+                ahead = self.connection.lease(
+                    self.index, self.incarnation, self._holds(), LEASES_AHEAD
+                )
+                if ahead == []:
+                    return
+                self._leases.extend(ahead or ())
+                if not ahead:
+                    time.sleep(0.02)
+            self._lease = self._leases.popleft()
+            yield self._lease
+
+    def _holds(self) -> list[int]:
+        """The numbers of the ranges that are not known to be absorbed."""
+        now = () if self._lease is None else (self._lease,)
+        sent = self._sent.leases if self._sent is not None else ()
+        return [
+            *(lease.number for lease in (*now, *self._leases)),
+            *self._walked,
+            *sent,
+        ]
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
 
         For the end of a program: steps since the last round are not in the center yet.
-        Pushes that are on their way land first, then each part is exchanged.
+        Pushes that are on their way land first, then each part is exchanged. Where
+        workers share meetings, the parts are handed in, and the answers not waited for:
+        `land` does.
         """
         with self._whole():
-            if self._sent is not None:
-                self._land()
+            self._land(wait=not self._shared)
+        self._flushed = self.local_step
         for turn in self.layout.turns:
-            if any(self._own.ages[part] for part in turn):
+            waits = self._sent.answers if self._sent else {}
+            parts = tuple(part for part in turn if part not in waits)
+            if any(self._own.ages[part] for part in parts):
                 with self._whole():
-                    self._set_out(turn, *self._said({}))
-                    self._land()
+                    self._set_out(parts, *self._said({}))
+                    self._land(wait=not self._shared)
+        if self._sent is not None:
+            for answer in self._sent.answers.values():
+                answer.hand_in()
+
+    def land(self) -> None:
+        """Wait for the answers to all pushes that are on their way, and take them."""
+        with self._whole():
+            self._land()
 
     @property
     def unpushed(self) -> int:
         """The steps since the last round of the part that has waited longest."""
-        return max(self._own.ages)
+        # What follows a push until its answer is taken is gone in every round.
+        return 0 if self._flushed == self.local_step else max(self._own.ages)
 
     @property
     def rounds(self) -> int:
@@ -266,7 +343,18 @@ class Worker:
     @property
     def _turn(self) -> tuple[int, ...]:
         """The parts that are exchanged next."""
-        return self.layout.turns[self.rounds % len(self.layout.turns)]
+        turns = self.layout.turns
+        if not self._shared:
+            return turns[self.rounds % len(turns)]
+        # Where one has missed meetings, the parts that others meet next.
+        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+
+    def _is_asked(self) -> bool:
+        """Whether others have opened a meeting of the next parts, or met without it."""
+        if self._sent is not None or not self._shared:
+            return False
+        ask, met = self.connection.asked, self._steps
+        return any(ask(self.index, part, met[part]) for part in self._turn)
 
     def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
         return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
@@ -275,12 +363,16 @@ class Worker:
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = time.perf_counter()
+        pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
+        self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
         size += bytes_of(state)
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
+        first = [part for part in parts if not self.layout.owners[part]][:1]
+        leases = tuple(self._walked) if first else ()
         for part, (arrays, steps) in outgoing.items():
             push = Push(
                 worker=self.index,
@@ -298,38 +390,48 @@ class Worker:
                 state=state,
                 place=place,
                 confirms=self._confirms[part],
+                met=self._steps[part],
+                leases=leases if [part] == first else (),
+                step_seconds=pace,
             )
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
-        self._sent = _Sent(answers, tokens, begin)
+        if first:
+            self._walked = []
+        if self._sent is not None:
+            answers = self._sent.answers | answers
+            tokens, leases = self._sent.tokens | tokens, self._sent.leases + leases
+        self._sent = _Sent(answers, tokens, leases, begin)
 
-    def _land(self) -> None:
+    def _land(self, wait: bool = True) -> None:
+        """Take the answers; without `wait` those that are there."""
         if self._sent is None:
             return
-        (answers, tokens, begin), self._sent = self._sent, None
+        answers, tokens, leases, begin = self._sent
         refused = None
-        for part, answer in answers.items():
+        for part, answer in list(answers.items()):
+            if not (wait or answer.is_there()):
+                continue
+            del answers[part]
             try:
                 reply = answer()
             except PushRefused as error:
                 self._own.give_back(part)
                 self._tokens[part] += tokens[part]
+                if not self.layout.owners[part]:
+                    self._walked += leases
                 refused = error
                 continue
             self._hear(part, reply)
-            self.staleness = reply.staleness
-            while reply.waiting:
-                # Sent again to a restored server, it may be stale there.
-                reply = self.connection.wait(self.index)
-                self._hear(part, reply)
-            self.used = reply.used
+            self.staleness, self.used = reply.staleness, reply.used
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
-            self._own.land(part, reply.arrays, self._place)
+            self._own.land(part, reply, self._place)
+        if not answers:
+            self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
             raise refused
-        self._seconds = time.perf_counter() - begin
 
     def _hear(self, part: int, reply: Reply) -> None:
         self._rounds[part] = reply.round
@@ -347,7 +449,14 @@ class Worker:
         """Discard the worker's parameters and state, and start anew from the center."""
         self._torn: bool = True
         joined = self.connection.join(self.index)
+        # When it pushed last: the step, and the time.
+        self._paced: tuple[int, float] = joined.local_step, time.perf_counter()
         self._sent: _Sent | None = None
+        # Ranges of samples: of the next step, of later ones, and of those made since
+        # the last push to the first server.
+        self._lease: Lease | None = None
+        self._leases: deque[Lease] = deque()
+        self._walked: list[int] = []
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
         self._steps: dict[int, int] = {
             part: x.global_step for part, x in joined.parts.items()

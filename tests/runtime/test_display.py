@@ -80,7 +80,11 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
     seen.add([event("push", 0, 41, 5), event("push", 1, 42, 5), event("saved", -1, 42)])
     line = "center: step 42, 5 steps a second, 50 %, 0:00:20 left, saved at step 42;"
     assert summary(2, seen, 100).startswith(line)
-    assert "the center at step 42, saved at step 42, 1 times" in seen.closing(2.0)
+    said = "the center at step 42, saved at step 42 in runs/1, 1 times"
+    assert said in seen.closing(2.0, "runs/1")
+    # Who has ended before makes no more steps.
+    seen.add([event("left", 1, 42, 5)])
+    assert "center: step 42, 5 steps a second, 66 %" in summary(2, seen, 100)
     # A worker that dies has not pushed for some time: the center is further on.
     late = summary(2, seen_of([*pushes.values(), event("lost", 1, 2)]))
     assert late.startswith("center: step 6;")
@@ -103,7 +107,7 @@ def test_neither_a_start_nor_what_a_run_resumed_counts_as_speed(monkeypatch):
         if now == 20.0:
             assert seen.head(3, 100) == "center: step 0, 93 %"
     assert seen.head(3, 100) == "center: step 3, 2 steps a second, 96 %, 0:00:06 left"
-    said = seen.closing(30.0)
+    said = seen.closing(30.0, None)
     assert said.startswith("3 pushes in 30 s, from the first one on 1 a second, the ")
 
 

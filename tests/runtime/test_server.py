@@ -29,7 +29,6 @@ from optx_sync.runtime.agreements.arrays import arrays_of
 from optx_sync.runtime.agreements.own import traffic
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged
-from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
@@ -810,32 +809,21 @@ def test_nothing_is_begun_afresh_without_a_word(tmp_path):
         in_parts(1)
 
 
-def test_server_without_a_start_says_so_until_it_is_told(tmp_path):
-    """Its process may die before it has been told, and be told again."""
-    shapes = jax.eval_shape(lambda: PARAMS)
-    rule, enter = oxs.rules.local_sgd(), protocol.Enter(0, 0)
-
-    def start(folder=None):
-        return Server(shapes, rule, num_workers=2, checkpoint_dir=folder)
-
-    for folder, message in ((None, "Pass checkpoint_dir"), (tmp_path, "no checkpoint")):
-        server = start(folder)
-        for call in (
-            server.center,
-            server.checkpoint,
-            lambda s=server: s.handle(enter),
-        ):
-            with pytest.raises(NoStart, match=message):
-                call()
-        assert server.news("", 0)[1] == []  # The run asks for these all the same.
-    told = {0: jax.tree.map(np.asarray, PARAMS)}
-    server = start(tmp_path)  # The first one had saved nothing.
-    server.begin(told)
+def test_a_server_that_comes_back_never_begins_from_the_first_parameters(tmp_path):
+    server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
     server.push(Push(0, 1, moves()))
-    server.checkpoint()
-    for again in (server, start(tmp_path)):
-        again.begin(told)  # Its answer was lost: what it holds stays.
-        np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 1)
+    shapes: Any = jax.eval_shape(lambda: PARAMS)
+
+    def comes_back():
+        rule = oxs.rules.local_sgd()
+        return Server(shapes, rule, num_workers=2, checkpoint_dir=tmp_path)
+
+    again = comes_back()
+    np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 1)
+    for number in Checkpoints(tmp_path).numbers():
+        Checkpoints(tmp_path).delete(number)
+    with pytest.raises(RuntimeError, match="holds no checkpoint any more"):
+        comes_back()
 
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
@@ -843,8 +831,8 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.0)
     program = (
-        "import sys, time\nfrom optx_sync.runtime.checkpoints import Lock, pathlib\n"
-        f"lock = Lock.of(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
+        "import sys, time\nfrom optx_sync.runtime.checkpoints import locked, pathlib\n"
+        f"lock = locked(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
         "time.sleep(100)"
     )
     folder.mkdir()
@@ -870,25 +858,27 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 def test_a_server_whose_disk_can_only_be_read_goes_on_and_no_run_begins_there(
     tmp_path, monkeypatch
 ):
-    shapes, told = jax.eval_shape(lambda: PARAMS), {0: PARAMS}
+    rule, shapes = oxs.rules.local_sgd(), jax.eval_shape(lambda: PARAMS)
     settings: Any = {"num_workers": 1, "checkpoint_every": 1}
     settings["checkpoint_dir"] = tmp_path
-    Server(PARAMS, oxs.rules.local_sgd(), **settings).push(Push(0, 1, moves()))
+    Server(PARAMS, rule, **settings).push(Push(0, 1, moves()))
     with monkeypatch.context() as patch:
 
-        def of(folder):
+        def locked(folder):
             raise OSError(30, "Read-only file system", str(folder))
 
-        patch.setattr(checkpoints.Lock, "of", of)
-        again = Server(shapes, oxs.rules.local_sgd(), **settings)
+        patch.setattr(checkpoints, "locked", locked)
+        again = Server(shapes, rule, **settings)
         again.push(Push(0, 2, moves()))
         assert [e.kind for e in again.events()[1]] == ["restored", "push", "unsaved"]
         with pytest.raises(ValueError, match="cannot be written: "):
-            again.begin(told)
+            again.check_writable()
+        with pytest.raises(ValueError, match="cannot be written: "):
+            Server(PARAMS, rule, **settings)
         with pytest.raises(ValueError, match="cannot be put aside: "):
-            Server(shapes, oxs.rules.local_sgd(), **settings, resume=False)
+            Server(PARAMS, rule, **settings, resume=False)
     again.push(Push(0, 3, moves()))  # The disk can be written again.
-    assert Server(shapes, oxs.rules.local_sgd(), **settings).global_step == 3
+    assert Server(PARAMS, rule, **settings).global_step == 3
 
 
 def test_stale_gradients_are_not_told_as_lost(tmp_path):

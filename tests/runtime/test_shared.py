@@ -81,7 +81,6 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
     """Where one of them is gone the other one is told, and speaks through Ray."""
     settings = {"num_workers": 2, "copy_replies": False}
     actor = ServerActor({"w": LARGE}, oxs.rules.local_sgd(), settings)
-    actor.call("begin", {0: {"w": LARGE}})
 
     def enter(worker):
         line = Line(begins=True)

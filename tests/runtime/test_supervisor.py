@@ -67,6 +67,12 @@ class RayHere:
     def get(self, ref):
         return ref.value
 
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
+    def available_resources(self):
+        return {"CPU": 0.5}
+
     def wait(self, refs, num_returns=1, timeout=0.0):
         return [ref for ref in refs if ref.done], [ref for ref in refs if not ref.done]
 
@@ -87,18 +93,15 @@ def servers_of(number, workers=1, **settings):
     actors = [
         ServerActor(PARAMS, COUNT, {**settings, "number": k}) for k in range(number)
     ]
-    connection = RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, True)
-    parts = {part: connection.layout.pick(PARAMS, part) for part in range(number)}
-    for number, actor in enumerate(actors):
-        actor.call("begin", {part: parts[part] for part in (number,)})
-    return connection
+    return RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, "runs/1")
 
 
 def supervisor_of(ray, connection, workers=1, **limits):
     display: Any = types.SimpleNamespace(show=lambda *_: None)
     events = on_ray._Events(connection, display)
     limits = on_ray._Limits(
-        **{"max_failures": 0, "worker_timeout": None} | limits, total_steps=None
+        **{"max_failures": 0, "worker_timeout": None, "needs": {}} | limits,
+        total_steps=None,
     )
     supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
     supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
@@ -220,6 +223,29 @@ def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
     assert asked["max_restarts"] and asked["max_task_retries"] == 0
 
 
+def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
+    ray, monkeypatch, caplog
+):
+    monkeypatch.setattr(on_ray, "SILENCE_SECONDS", -1.0)
+    needs = {"CPU": 1.0, "GPU": 0.5}
+    limits = {"needs": needs, "worker_timeout": -1.0}
+    supervisor, events = supervisor_of(ray, servers_of(1), **limits)
+    supervisor.running = {"reference": 0}
+    supervisor.placing = {0: Ref()}
+    events.launched(0)
+    supervisor._see_who_has_a_place()
+    supervisor._kill_who_hangs()
+    assert caplog.messages == [
+        "The run waits for places for workers 0: each needs 1 CPU (0.5 of 2 are free), "
+        "0.5 GPU (0 of 0 are free)."
+    ]
+    assert not ray.killed
+    supervisor.placing[0].done = True
+    supervisor._see_who_has_a_place()
+    supervisor._kill_who_hangs()
+    assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]
+
+
 def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
     """The first server hands out incarnations, and came back with a clock behind."""
     connection = servers_of(2)
@@ -239,13 +265,13 @@ def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
 def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
     """The earlier one finds a newer incarnation at the second server, and gives way."""
     connection = servers_of(2)
-    late, others = RayConnection(connection.servers, PARAMS, 1, 0, True), []
+    late, others = RayConnection(connection.servers, PARAMS, 1, 0, "runs/1"), []
     converse = late._converse
 
-    def overtaken(number, client, asked=None):
+    def overtaken(number, client):
         if number == 1 and not others:
             others.append(connection.join(0))
-        return converse(number, client, asked)
+        return converse(number, client)
 
     monkeypatch.setattr(late, "_converse", overtaken)
     with pytest.raises(ValueError, match="has joined again"):

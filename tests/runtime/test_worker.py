@@ -291,7 +291,7 @@ def test_what_became_of_a_gradient_that_went_with_a_server_while_it_waited(monke
     server, (worker, _) = party(SyncReplicas(2, num_tokens=0), workers=2)
     held: Any = server._held[0]
 
-    def wait(number, timeout=0.0):
+    def wait(number, part):
         arrays = {"params": held.current()}
         return held.reply_again(number)._replace(
             arrays=arrays, used=False, waiting=False

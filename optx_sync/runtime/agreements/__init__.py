@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from optx_sync.center.contract import CenterRule
 from optx_sync.checks import integer
-from optx_sync.runtime.agreements.center import Center, center_way
+from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.contract import Settings, Way
 from optx_sync.runtime.agreements.own import OfCenter
 from optx_sync.runtime.agreements.sync_replicas import (
@@ -14,6 +14,7 @@ from optx_sync.runtime.agreements.sync_replicas import (
     Updates,
     sync_replicas_way,
 )
+from optx_sync.runtime.agreements.way import center_way
 from optx_sync.trees import brief
 
 Agreement: TypeAlias = CenterRule | SyncReplicas
@@ -36,7 +37,7 @@ def way_of(agreement: Any, settings: Settings) -> Way:
                 "may drop a gradient as stale, and what its code owes would come in a "
                 "later one. Leave exchange out."
             )
-        for name in ("fragments", "delay", "keep_local", "pull_exchange"):
+        for name in ("fragments", "delay", "keep_local", "pull_exchange", "meet"):
             if getattr(settings, name):
                 raise ValueError(
                     f"{name}= is for workers that meet a center. With SyncReplicas "

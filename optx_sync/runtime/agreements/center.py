@@ -2,6 +2,7 @@
 """The center under a rule, as its server holds it."""
 
 import itertools
+import math
 import time
 from typing import Any
 
@@ -10,22 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
-from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
-    check_code,
-    check_pull_code,
     encoded,
     message_shapes,
     plus_decoded,
     start_codes,
 )
-from optx_sync.center.contract import CenterRule, Period, Round
-from optx_sync.center.fragments import check_fragments, steps_between
+from optx_sync.center.contract import Round
 from optx_sync.exchange.contract import Exchange
-from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
 from optx_sync.runtime.agreements.bounds import bound
-from optx_sync.runtime.agreements.own import OfCenter, Terms, Traffic, traffic
+from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
 from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
 from optx_sync.runtime.agreements.saved import (
     Notes,
@@ -37,49 +33,6 @@ from optx_sync.runtime.agreements.saved import (
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite, where
-
-
-def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
-    """The `Round` that a rule's formulas get."""
-    period = None if callable(communication_period) else communication_period
-    return Round(num_workers, period, jnp.int32(steps))
-
-
-def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
-    """The server's and workers' sides under a rule."""
-    period, num_workers = settings.communication_period, settings.num_workers
-    exchange = check_code(settings.exchange, rule)
-    if rule.num_workers not in (None, num_workers):
-        raise ValueError(
-            f"The rule was made for {rule.num_workers} workers, but there are "
-            f"{num_workers}. Make them equal."
-        )
-    if rule.check is not None:
-        rule.check(period)
-    at = round_of(num_workers, period, 1)
-    pulls = check_pull_code(settings.pull_exchange)
-    if pulls is not None and len(traffic(rule).replies) != 1:
-        raise ValueError(
-            "pull_exchange= codes the center as a worker takes it, and this rule takes "
-            "from the center before and after a push, or not at all. Leave "
-            "pull_exchange out; or declare in reads= which of the two `take` reads."
-        )
-    delay = check_delay(settings.delay)
-    keeping = work.keeping(rule, settings.keep_local)
-    terms = Terms(rule, at, exchange, pulls)
-
-    def work_of(shapes, inner, layout):
-        between = steps_between(period, len(layout.turns), delay)
-        return OfCenter(shapes, inner, layout, terms, keeping, between, delay)
-
-    return contract.Way(
-        serve=lambda part, inner, copy: Center(part, terms, copy),
-        work=work_of,
-        fragments=check_fragments(settings.fragments),
-        delay=delay,
-        splits=True,
-        waits=False,
-    )
 
 
 class CodedAnswers:
@@ -153,12 +106,15 @@ class Center:
         # A contribution made at the server is not divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
         self.keeps_before: bool = "before" in self.traffic.replies
-        self.adds: bool = (
-            rule.outer is None and rule.weigh is None and not self.at_server
-        )
         self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
+
+    @property
+    def adds(self) -> bool:
+        """Whether a push is only added, in place."""
+        rule = self.rule
+        return rule.outer is None and rule.weigh is None and not self.at_server
 
     def _begin(self, center: Arrays) -> None:
         """Hold this center; the one before it is no longer needed."""
@@ -179,20 +135,9 @@ class Center:
         center = self.variables.tree(center)
         before = work.Center(center, outer)
         at = self.at._replace(**known)
+        total = self.contribution(sent, center, at)
         if self.at_server:
-            sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
-            # The center stands in for arrays that the formula does not read.
-            total = work.contribute(
-                self.rule,
-                sent.get("params", center),
-                sent.get("taken", center),
-                sent.get("accumulated", center),
-                center,
-                at,
-            )
             total = work.share_of_one(self.rule, total, at)
-        else:
-            total = self.variables.tree(sent["contribution"])
         total, counts = work.weigh_alone(self.rule, total, at)
         after = work.absorb(self.rule, before, total, num_workers=at.num_workers)
         if self.rule.weigh is not None:
@@ -203,6 +148,17 @@ class Center:
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
         held = own_buffers((self.variables.arrays(center), outer), given)
         return *held, squares, counts
+
+    def contribution(self, sent: dict[str, Arrays], center: Tree, at: Round) -> Tree:
+        """What a push contributes: as it came, or made of the worker's arrays here."""
+        trees = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
+        if not self.at_server:
+            return trees["contribution"]
+        # The center stands in for arrays that the formula does not read.
+        params, taken, accumulated = (
+            trees.get(name, center) for name in ("params", "taken", "accumulated")
+        )
+        return work.contribute(self.rule, params, taken, accumulated, center, at)
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Compute the next center, and the reply to the worker.
@@ -216,10 +172,10 @@ class Center:
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
-                "steps": jnp.int32(push.steps),
-                "staleness": jnp.int32(self.staleness(worker)),
-                "tokens": jnp.float32(push.tokens),
-                "num_pushed": jnp.int32(push.round),
+                "steps": np.int32(push.steps),
+                "staleness": np.int32(self.staleness(worker)),
+                "tokens": np.float32(push.tokens),
+                "num_pushed": np.int32(push.round),
             }
             center, outer, squares, counts = self._step(
                 before, self.outer, spare, self.spare_outer, sent, known
@@ -290,6 +246,14 @@ class Center:
     def staleness(self, worker: int) -> int:
         """The rounds since a worker last took the center that were not dropped."""
         return self.applied - self.seen[worker]
+
+    def settle(self) -> float:
+        """A push is absorbed when it comes: there is nothing to wait for."""
+        return math.inf
+
+    def asks(self, worker: int, met: int) -> bool:
+        """Whether a worker is asked to push before its turn: never."""
+        return False
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker must wait for a token: never."""

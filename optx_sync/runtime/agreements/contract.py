@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.contract import Exchange
 from optx_sync.trees import Tree
 
@@ -22,11 +23,13 @@ class Settings(NamedTuple):
     delay: int | None = None
     keep_local: float | None = None
     pull_exchange: Exchange | None = None
+    meet: Quorum | None = None  # `None`: `one()`
 
     def served(self) -> dict[str, Any]:
         """The settings that a server needs."""
         known = self._asdict()
-        return {x: known[x] for x in known if x not in ("delay", "keep_local")}
+        del known["keep_local"]
+        return known
 
 
 class Way(NamedTuple):
@@ -38,5 +41,8 @@ class Way(NamedTuple):
     work: Callable[..., Any]
     fragments: Fragments
     delay: int
-    splits: bool  # whether the variables may be split over several servers
+    meet: Quorum  # when a meeting of a center is full
+    # Whether the server holds a center that workers take, in parts on several servers,
+    # or else applies the workers' optimizer to whole gradients.
+    of_center: bool
     waits: bool  # whether a worker may wait at the server for the others

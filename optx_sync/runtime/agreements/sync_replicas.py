@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import math
 from collections import deque
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.meetings import one
 from optx_sync.checks import check_inner
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.averages import check_averages
@@ -93,7 +95,8 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
         work=lambda shapes, inner, layout: OfUpdates(shapes),
         fragments=1,
         delay=0,
-        splits=False,
+        meet=one(),
+        of_center=False,
         waits=True,
     )
 
@@ -206,6 +209,14 @@ class Updates:
         """The updates since the token of a worker."""
         return max(self.global_step - self.local_steps[worker], 0)
 
+    def settle(self) -> float:
+        """An update is made by a gradient, never by the clock."""
+        return math.inf
+
+    def asks(self, worker: int, met: int) -> bool:
+        """Whether a worker is asked to push before its turn: never."""
+        return False
+
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker waits for a token."""
         return worker in self.waiting
@@ -315,11 +326,9 @@ class OfUpdates:
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
 
-    def land(
-        self, part: int, replied: dict[str, Arrays], place: contract.Place
-    ) -> None:
+    def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
-        self.params = place(self.received.tree(replied["params"], self.like))
+        self.params = place(self.received.tree(reply.arrays["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meetings that several workers share: contributions wait until enough have come."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optx_sync.center import worker as work
+from optx_sync.center.meetings import Quorum
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.runtime.agreements.center import Center
+from optx_sync.runtime.agreements.own import Terms
+from optx_sync.runtime.agreements.saved import Notes
+from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.trees import Tree, is_finite, where
+
+# The axis of the contributions to one meeting.
+AXIS = "contributions"
+
+
+class Came(NamedTuple):
+    """A contribution to the meeting that is open."""
+
+    worker: int
+    steps: int
+    tokens: float
+    number: int  # of its worker's pushes, from 1
+    arrays: dict[str, Arrays]
+
+
+class Meetings(Center):
+    """The center of a part at which K of M workers meet.
+
+    A contribution that started from the center as it is waits for the others. When
+    enough have come and the grace is over, their weighted mean, or what `merge` makes
+    of them, is absorbed in one step. A contribution that started from another center is
+    late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
+    """
+
+    def __init__(
+        self,
+        params: Tree,
+        terms: Terms,
+        quorum: Quorum,
+        delay: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__(params, terms, copy_replies=False)
+        self.quorum = quorum
+        self.delay = delay  # the workers' steps from a push until they take the answer
+        self.clock = clock
+        merge = all_reduce() if quorum.merge is None else quorum.merge
+        self.merge: Exchange = check_exchange(merge)
+        self.came: list[Came] = []
+        self.left: set[int] = set()
+        self.before: Arrays = self.center  # around the last meeting
+        self.used: list[bool] = [True] * self.at.num_workers
+        self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
+        self.opened: float = 0.0  # the time at which the first one came
+        self.closes: float | None = None  # the end of the grace, once enough have come
+        self.step_seconds: float = 0.0  # of the fastest that has come
+        self.sync_seconds: float = 0.0  # what the last meeting took to merge
+        self._meet: Any = jax.jit(self._run_meet)
+
+    @property
+    def adds(self) -> bool:
+        """Never in place: an answer may still be on its way."""
+        return False
+
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
+        """Take a contribution for the meeting that is open, or drop it as late."""
+        self.settle()
+        self.used[worker] = push.met in (-1, self.global_step)
+        self.took[worker] = push.confirms
+        if self.used[worker]:
+            now = self.clock()
+            if not self.came:
+                self.opened, self.step_seconds = now, push.step_seconds
+            self.step_seconds = min(self.step_seconds, push.step_seconds)
+            # The message may be overwritten after the answer.
+            arrays = {
+                name: {path: np.array(array) for path, array in of_name.items()}
+                for name, of_name in push.arrays.items()
+            }
+            self.came.append(Came(worker, push.steps, push.tokens, push.round, arrays))
+        return self.reply_again(worker)
+
+    def settle(self) -> float:
+        """Close the meeting if it is time; the seconds until it closes by itself."""
+        workers = {one.worker for one in self.came}
+        present = set(range(self.at.num_workers)) - self.left
+        if not self.quorum.is_full(len(workers), len(present)):
+            return math.inf
+        now = self.clock()
+        if self.closes is None:
+            seconds = self.quorum.grace_seconds(
+                self.step_seconds, self.delay, now - self.opened, self.sync_seconds
+            )
+            self.closes = now + seconds
+        if now < self.closes and not present <= workers:
+            return self.closes - now
+        self._close(now)
+        return math.inf
+
+    def _close(self, now: float) -> None:
+        came, self.came, self.closes = self.came, [], None
+        known = {
+            "steps": jnp.array([one.steps for one in came], jnp.int32),
+            "tokens": jnp.array([one.tokens for one in came], jnp.float32),
+            "num_pushed": jnp.array([one.number for one in came], jnp.int32),
+        }
+        sent = [one.arrays for one in came]
+        center, outer, finite = self._meet(self.center, self.outer, sent, known)
+        self.before = self.center
+        if finite:
+            self.center, self.outer = center, outer
+            self.global_step += 1
+            self.applied += 1
+        else:  # The center would overflow: all contributions are dropped, and told so.
+            for one in came:
+                self.used[one.worker] = False
+        self.sync_seconds = self.clock() - now
+
+    def _run_meet(self, center, outer, sent, known):
+        rule, variables = self.rule, self.variables
+        before = work.Center(variables.tree(center), outer)
+
+        def one(sent, known):
+            at = self.at._replace(**known)
+            total = self.contribution(sent, before.value, at)
+            memory, factor = self.merge.init(total), work.factor_of(rule, at)
+            met = self.merge.meet(total, memory, AXIS, weight=factor)
+            return met.mean, jnp.asarray(met.weight, jnp.float32)
+
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *sent)
+        everyones = jax.vmap(one, axis_name=AXIS)(stacked, known)
+        total, weight = jax.tree.map(lambda x: x[0], everyones)
+        if rule.mean_over is None:
+            total = jax.tree.map(lambda x: x * weight.astype(x.dtype), total)
+        after = work.absorb(rule, before, total)
+        after = where(weight > 0, after, before)
+        return variables.arrays(after.value), after.outer, is_finite(after)
+
+    def reply_again(self, worker: int) -> Reply:
+        """The answer: the center around the meeting, once it is closed."""
+        if self.is_waiting(worker):
+            return Reply({}, self.global_step, 0, waiting=True)
+        self.seen[worker] = self.applied
+        before = self.before if self.used[worker] else self.center
+        reply = self._reply(worker, before, self.took.pop(worker, 0))
+        return reply._replace(used=self.used[worker])
+
+    def asks(self, worker: int, met: int) -> bool:
+        """Whether to push now: a meeting is open, or has closed without this worker.
+
+        Args:
+            met: How many meetings of the part the worker has taken.
+        """
+        self.settle()
+        return met != self.global_step or (
+            bool(self.came) and not self._has_come(worker)
+        )
+
+    def is_waiting(self, worker: int) -> bool:
+        """Whether a worker has contributed to the meeting that is open."""
+        self.settle()
+        return self._has_come(worker)
+
+    def _has_come(self, worker: int) -> bool:
+        return any(one.worker == worker for one in self.came)
+
+    def release(self, left: set[int]) -> None:
+        """Wait no longer for workers that have left."""
+        super().release(left)
+        self.left = set(left)
+        self.settle()
+
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
+        """The arrays and notes for a checkpoint, with the contributions that wait."""
+        arrays, notes = super().save()
+        for i, one in enumerate(self.came):
+            for name, of_name in one.arrays.items():
+                arrays[f"came_{i}_{name}"] = of_name
+        came = [(one.worker, one.steps, one.tokens, one.number) for one in self.came]
+        return arrays, {**notes, "came": came}
+
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
+        """Restore from a checkpoint, also from one of contributions that came alone."""
+        super().load(arrays, notes)
+        self.before, self.closes, self.opened = self.center, None, self.clock()
+        self.used = [True] * self.at.num_workers
+        self.came = []
+        for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
+            sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
+            self.came.append(Came(worker, steps, tokens, number, sent))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of a center rule, made of the settings of a run."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from optx_sync.center import worker as work
+from optx_sync.center.checks import check_delay
+from optx_sync.center.coded import check_code, check_pull_code
+from optx_sync.center.contract import CenterRule, Period, Round
+from optx_sync.center.fragments import check_fragments, steps_between
+from optx_sync.center.meetings import Quorum, one
+from optx_sync.runtime.agreements.center import Center
+from optx_sync.runtime.agreements.contract import Settings, Way
+from optx_sync.runtime.agreements.meeting import Meetings
+from optx_sync.runtime.agreements.own import OfCenter, Terms, traffic
+from optx_sync.trees import brief, call_it
+
+
+def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
+    """The `Round` that a rule's formulas get."""
+    period = None if callable(communication_period) else communication_period
+    return Round(num_workers, period, jnp.int32(steps))
+
+
+def check_meet(meet: object) -> Quorum:
+    """`meet=` of a run, `one()` for `None`; a TypeError for anything else."""
+    if meet is None:
+        return one()
+    if not isinstance(meet, Quorum):
+        raise TypeError(
+            f"meet must be oxs.runtime.one() or oxs.runtime.quorum(...); got "
+            f"{brief(meet)}.{call_it(meet)}"
+        )
+    return meet
+
+
+def center_way(rule: CenterRule, settings: Settings) -> Way:
+    """The server's and workers' sides under a rule."""
+    period, num_workers = settings.communication_period, settings.num_workers
+    exchange = check_code(settings.exchange, rule)
+    if rule.num_workers not in (None, num_workers):
+        raise ValueError(
+            f"The rule was made for {rule.num_workers} workers, but there are "
+            f"{num_workers}. Make them equal."
+        )
+    if rule.check is not None:
+        rule.check(period)
+    meet = check_meet(settings.meet)
+    at = round_of(num_workers, period, 1)
+    pulls = check_pull_code(settings.pull_exchange)
+    if pulls is not None and len(traffic(rule).replies) != 1:
+        raise ValueError(
+            "pull_exchange= codes the center as a worker takes it, and this rule takes "
+            "from the center before and after a push, or not at all. Leave "
+            "pull_exchange out; or declare in reads= which of the two `take` reads."
+        )
+    delay = check_delay(settings.delay)
+    keeping = work.keeping(rule, settings.keep_local)
+    if meet.shared and rule.mean_over is not None:
+        # A meeting's mean is of those that have come, so none divides by all.
+        keeping = keeping._replace(mean_over="pushed")
+    terms = Terms(rule, at, exchange, pulls)
+
+    def serve(part, inner, copy_replies):
+        if meet.shared:
+            return Meetings(part, terms, meet, delay)
+        return Center(part, terms, copy_replies)
+
+    def work_of(shapes, inner, layout):
+        between = steps_between(period, len(layout.turns), delay)
+        return OfCenter(shapes, inner, layout, terms, keeping, between, delay)
+
+    return Way(
+        serve=serve,
+        work=work_of,
+        fragments=check_fragments(settings.fragments),
+        delay=delay,
+        meet=meet,
+        of_center=True,
+        waits=meet.shared,
+    )

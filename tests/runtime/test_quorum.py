@@ -1,0 +1,317 @@
+"""Meetings that close when enough workers have come, on real servers in this process.
+
+The laws: K = M at equal speeds is lockstep; `quorum(1)` is `one()` to the bit; a worker
+that never answers leaves no trace; what is late is dropped, and told.
+"""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import Server, Worker, one, quorum
+
+WORKERS, STEPS = 4, 24
+RNG = np.random.default_rng(0)
+PARAMS = {
+    name: RNG.normal(size=(8, 2)).astype(np.float32) for name in ("a", "b", "c", "d")
+}
+TARGETS = RNG.normal(size=(WORKERS, STEPS + 40, 8, 2)).astype(np.float32)
+INNER = optax.sgd(0.1, momentum=0.5)
+DILOCO = oxs.rules.diloco(optax.sgd(0.7, momentum=0.9, nesterov=True))
+
+
+def grads_of(worker: Any, step: Any, params: Any) -> Any:
+    targets = jnp.asarray(TARGETS)
+    return jax.tree.map(lambda x: x - targets[worker, step], params)
+
+
+def party(rule, meet, period=8, workers=WORKERS, **options):
+    """A server and its workers; `delay`, `fragments` and codes by name."""
+    settings: dict[str, Any] = {
+        "num_workers": workers,
+        "communication_period": period,
+        "meet": meet,
+    }
+    kept = {k: options.pop(k) for k in ("checkpoint_dir", "clock") if k in options}
+    clock = kept.pop("clock", None)
+    server = Server(PARAMS, rule, **settings, **options, **kept)
+    if clock is not None:
+        for held in server._held:
+            cast(Any, held).clock = clock
+    return server, [
+        Worker(server, PARAMS, INNER, rule, index=w, **settings, **options)
+        for w in range(workers)
+    ]
+
+
+def stepped(*workers):
+    """One step of each, in this order."""
+    for worker in workers:
+        grads = grads_of(worker.index, worker.local_step, worker.params)
+        worker.step(grads)
+
+
+def lockstep(rule, period=8, **options):
+    """The workers' parameters after each step, and the center."""
+    tx = oxs.center_variable(
+        INNER, rule, "workers", communication_period=period, **options
+    )
+
+    def run(worker):
+        def step(carry, number):
+            params, state = carry
+            grads = grads_of(worker, number, params)
+            params, state = oxs.apply_gradients(tx, grads, state, params)
+            return (params, state), (params, state.center)
+
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(STEPS))[1]
+
+    params, centers = jax.vmap(run, axis_name="workers")(jnp.arange(WORKERS))
+    return params, jax.tree.map(lambda x: x[0], centers)
+
+
+def close(got, wanted):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), got, wanted
+    )
+
+
+def same(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+LAWS = {
+    "whole": (DILOCO, {}),
+    "delayed": (DILOCO, {"delay": 3}),
+    "parts": (DILOCO, {"fragments": 4}),
+    "parts, delayed": (DILOCO, {"fragments": 4, "delay": 1}),
+    "local SGD": (oxs.rules.local_sgd(), {"fragments": 2, "delay": 2}),
+    "AGN": (oxs.rules.agn(optax.sgd(0.3)), {"delay": 1}),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_all_of_equal_speed_are_lockstep(name):
+    rule, options = LAWS[name]
+    # With `delay=0` a worker waits for the others, who come in threads of their own
+    # on real machines: here the last step of a round is the one that is not waited for.
+    wanted, centers = lockstep(rule, **options)
+    server, workers = party(rule, quorum(WORKERS), **options)
+    if not options.get("delay"):
+        for worker in workers:
+            worker._delay = 1
+    for t in range(STEPS):
+        stepped(*workers)
+        if not options.get("delay"):  # They take the center before their next step.
+            for worker in workers:
+                if worker._sent is not None:
+                    worker._land()
+        for w, worker in enumerate(workers):
+            close(worker.params, jax.tree.map(lambda x, w=w, t=t: x[w, t], wanted))
+    assert server.global_step == STEPS // 8 * (options.get("fragments") or 1)
+    if not options.get("delay"):
+        close(server.center(), jax.tree.map(lambda x: x[-1], centers))
+
+
+@pytest.mark.parametrize("fragments", (None, 2))
+def test_a_quorum_of_one_is_one_to_the_bit(fragments):
+    order = RNG.integers(0, 3, 60)
+    found = []
+    for meet in (one(), quorum(1), None):
+        server, workers = party(DILOCO, meet, 4, 3, fragments=fragments, delay=1)
+        for w in order:
+            stepped(workers[w])
+        found.append((server.center(), [worker.params for worker in workers]))
+    same(found[0], found[1])
+    same(found[0], found[2])
+
+
+def test_one_that_never_answers_changes_nothing():
+    """Three of four: the numbers are those of three workers alone."""
+    options: dict[str, Any] = {"fragments": 2, "delay": 1}
+    server, workers = party(DILOCO, quorum(3), **options)
+    alone, three = party(DILOCO, quorum(3), workers=3, **options)
+    for _ in range(STEPS):
+        stepped(*workers[:3])
+        stepped(*three)
+    assert server.global_step == alone.global_step == STEPS // 4
+    same(server.center(), alone.center())
+
+
+def test_what_is_late_is_dropped_and_told_and_its_worker_goes_on_from_the_center():
+    server, workers = party(DILOCO, quorum(2), 4, 3, fragments=2, delay=1)
+    quick, slow = workers[:2], workers[2]
+    for _ in range(9):
+        stepped(*quick)
+    assert server.global_step == 4 and slow.rounds == 0
+    before = server.center()
+    stepped(slow)  # It is asked, and comes too late for part 0.
+    stepped(slow)  # It takes that part.
+    stepped(slow)  # It is asked for the next one.
+    stepped(slow)
+    assert not slow.used and slow.staleness == 2
+    same(server.center(), before)
+    kinds = [event.kind for event in server.events()[1] if event.worker == 2]
+    assert kinds == ["join", "dropped", "dropped"]
+    own: Any = slow._own
+    same(own.taken, before)
+    # From now on it is in step with the others; without grace the last one is late.
+    for _ in range(4):
+        stepped(slow, *quick)
+    assert slow.used and server.global_step > 4
+
+
+def test_grace_lets_a_slow_one_in():
+    now = [0.0]
+    meet = quorum(2, grace=1.0)
+    server, workers = party(DILOCO, meet, 4, 3, delay=2, clock=lambda: now[0])
+    held: Any = server._held[0]
+    for _ in range(4):
+        stepped(*workers[:2])
+    # Both took a second a step: two steps are left until the answer is needed.
+    held.closes, now[0] = 2.0, 1.0
+    stepped(workers[2])  # It is asked, with a single step of its own.
+    assert server.global_step == 1 and workers[2].used
+    # Without it the meeting closes by the clock.
+    for _ in range(6):
+        stepped(*workers[:2])
+    assert server.global_step == 1
+    held.closes = 3.0
+    sent: Any = workers[0]._sent
+    assert not sent.answers[0].is_there()
+    now[0] = 3.0
+    assert sent.answers[0].is_there() and server.global_step == 2
+
+
+def test_seconds_of_grace_are_those_of_the_formula():
+    now = [10.0]
+    server, _ = party(DILOCO, quorum(2, grace=0.5), delay=3, clock=lambda: now[0])
+    held: Any = server._held[0]
+    zeros = {path: np.zeros_like(x) for path, x in held.center.items()}
+    push = oxs.runtime.Push(0, 1, {"contribution": zeros}, met=0, step_seconds=4.0)
+    server.push(push._replace(incarnation=server._book.entries[0].incarnation))
+    now[0] = 11.0
+    again = push._replace(worker=1, step_seconds=2.0)
+    server.push(again._replace(incarnation=server._book.entries[1].incarnation))
+    assert held.closes == 11.0 + 0.5 * (3 * 2.0 - 1.0)
+
+
+def weighed(total, tokens, steps):
+    weights = np.array([t**2 / s for t, s in zip(tokens, steps, strict=True)])
+    return (weights[:, None, None] * total).sum(0) / weights.sum()
+
+
+def test_contributions_count_by_their_weights():
+    """tokens^2 / steps, restated in NumPy."""
+    rule = oxs.rules.diloco(optax.sgd(1.0))
+    rule = rule._replace(weigh=lambda at: at.tokens**2 / at.steps)
+    server, workers = party(rule, quorum(3), 4, 3, delay=1)
+    tokens = {0: [5, 5, 5, 5], 1: [1, 2, 3, 4], 2: [9]}
+    for t in range(4):
+        for w in (0, 1):
+            grads = grads_of(w, t, workers[w].params)
+            workers[w].step(grads, tokens=tokens[w][t])
+    # All but the last of them have contributed; the third is asked after one step.
+    moved = [w._own.params for w in workers[:2]]
+    third = workers[2]
+    before = PARAMS["a"]
+    third.step(grads_of(2, 0, third.params), tokens=9)
+    deltas = [before - np.asarray(m["a"]) for m in moved]
+    step = before - 0.1 * (before - TARGETS[2, 0])
+    deltas.append(before - step)
+    wanted = before - weighed(np.stack(deltas), [20, 10, 9], [4, 4, 1])
+    np.testing.assert_allclose(server.center()["a"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_is_any_exchange_over_those_that_came():
+    rule = oxs.rules.diloco(optax.sgd(1.0))
+    median = oxs.exchange.median()
+    server, workers = party(rule, quorum(3, merge=median), 1, 3, delay=1)
+    wanted = np.median(
+        [PARAMS["a"] - 0.1 * (PARAMS["a"] - TARGETS[w, 0]) for w in range(3)], axis=0
+    )
+    stepped(*workers)
+    np.testing.assert_allclose(server.center()["a"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_elastic_workers_meet_the_center_as_it_was():
+    rule = oxs.rules.elastic(moving_rate=0.1, rho=0.0)
+    wanted, _ = lockstep(rule, 4, delay=1)
+    _, workers = party(rule, quorum(WORKERS), 4, delay=1)
+    for t in range(STEPS):
+        stepped(*workers)
+        for w, worker in enumerate(workers):
+            close(worker.params, jax.tree.map(lambda x, w=w, t=t: x[w, t], wanted))
+
+
+def test_nobody_waits_for_those_that_have_left():
+    server, workers = party(DILOCO, quorum(3), 2, 3, delay=1)
+    for _ in range(2):
+        stepped(*workers[:2])
+    assert server.global_step == 0
+    server.leave(2)
+    assert server.global_step == 1
+    for _ in range(4):
+        stepped(*workers[:2])
+    assert server.global_step == 3
+
+
+def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "delay": 1}
+    server, workers = party(DILOCO, quorum(3), 2, 3, **options)
+    other, alike = party(DILOCO, quorum(3), 2, 3, delay=1)
+    for _ in range(2):
+        stepped(*workers[:2])
+        stepped(*alike[:2])
+    server.checkpoint()
+    settings: dict[str, Any] = {
+        "num_workers": 3,
+        "communication_period": 2,
+        "meet": quorum(3),
+    }
+    back = Server(PARAMS, DILOCO, delay=1, checkpoint_dir=tmp_path, **settings)
+    third = Worker(back, PARAMS, INNER, DILOCO, index=2, delay=1, **settings)
+    stepped(third)
+    stepped(alike[2])
+    assert back.global_step == other.global_step == 1
+    same(back.center(), other.center())
+
+
+def test_a_meeting_that_would_overflow_is_dropped_whole_and_told():
+    rule = oxs.rules.diloco(optax.sgd(20.0))
+    server, workers = party(rule, quorum(2), 1, 2, delay=1)
+    for worker in workers:
+        worker.step(jax.tree.map(lambda x: np.full_like(x, 3e38), PARAMS))
+    same(server.center(), PARAMS)
+    for worker in workers:
+        worker.flush()
+        assert not worker.used
+    assert server.global_step == 0
+
+
+def test_a_late_code_owes_what_it_owed():
+    """What error feedback owes changes with a push that is absorbed, and only then."""
+    code = oxs.exchange.error_feedback(oxs.exchange.quantized(4, block=16))
+    _, workers = party(DILOCO, quorum(2), 2, 3, delay=1, exchange=code)
+    for _ in range(5):
+        stepped(*workers[:2])
+    slow: Any = workers[2]
+    before = list(slow._own.codes)
+    stepped(slow)
+    stepped(slow)
+    assert not slow.used
+    same(slow._own.codes, before)
+
+
+def test_what_is_no_meeting_is_refused():
+    with pytest.raises(TypeError, match=r"meet must be oxs\.runtime\.one\(\)"):
+        party(DILOCO, 3)
+    agreement: Any = oxs.runtime.SyncReplicas(2)
+    with pytest.raises(ValueError, match="meet= is for workers that meet a center"):
+        party(agreement, quorum(2), workers=2)
