@@ -105,7 +105,8 @@ class Worker:
 
     Attributes:
         index: The worker's number, from 0 on.
-        params: The current parameters: compute the next gradient at these.
+        params: The current parameters: compute the next gradient at these. Those of an
+            earlier step, and gradients, stay readable for whoever keeps them.
         local_step: Steps so far. A worker that replaces one that died continues from
             the step of the last round.
         rounds: Pushes that were absorbed, including its predecessors'; `lost` of them

@@ -172,10 +172,10 @@ class Center:
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
-                "steps": jnp.int32(push.steps),
-                "staleness": jnp.int32(self.staleness(worker)),
-                "tokens": jnp.float32(push.tokens),
-                "num_pushed": jnp.int32(push.round),
+                "steps": np.int32(push.steps),
+                "staleness": np.int32(self.staleness(worker)),
+                "tokens": np.float32(push.tokens),
+                "num_pushed": np.int32(push.round),
             }
             center, outer, squares, counts = self._step(
                 before, self.outer, spare, self.spare_outer, sent, known

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker holds of its own under a rule: steps, what it sends, what it takes."""
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -169,10 +170,13 @@ class OfCenter:
         ages = {part: self.ages[part] for part in parts}
         codes = {part: self.codes[part] for part in parts}
         spare = {part: self.spare.pop(part, None) or self._empty(part) for part in ages}
+        # Answers replace all parameters of a push, unless it was refused or dropped.
+        if any(map(operator.is_, *map(jax.tree.leaves, (self.params, self.unseen)))):
+            self.unseen = None
         unseen, hides = (), self.hides and walks and len(parts) == len(self.ages)
-        if hides:  # Answers replace all parameters, unless an exchange fails.
+        if hides:
             unseen = self.unseen
-            if unseen is None or self.sent:
+            if unseen is None:
                 unseen = jax.tree.map(jnp.zeros_like, self.params)
         held, sent = self._go(
             (walks, parts),
@@ -236,7 +240,7 @@ class OfCenter:
 
     def give_back(self, part: int) -> None:
         """Take back the last push of a part, which was refused."""
-        sent, self.unseen = self.sent.pop(part), None
+        sent = self.sent.pop(part)
         self.spare[part] = sent.summed, sent.contributed
         self.ages[part] += sent.steps
         self.steps = max(self.steps, self.ages[part])  # The part is due again.
