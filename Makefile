@@ -19,7 +19,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce table links faults deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test fuzz mutants lint format bench reproduce table links faults storms deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -93,6 +93,10 @@ table: $(VENV)/demo-installed
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
 	$(RUN)/python benchmarks/recovery.py $(QUICK)
+
+# Every kind of fault on two hosts, as root: an hour and a half; goes on with STORMS=--resume.
+storms: $(VENV)/bench-installed
+	$(RUN)/python benchmarks/storms.py $(QUICK) $(STORMS)
 
 # Kills processes of a lockstep run on Ray Train: an hour.
 deaths: $(VENV)/bench-installed

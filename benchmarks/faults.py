@@ -18,7 +18,6 @@ runs without faults for their memory, and every order of the protocol's events.
 import bisect
 import collections
 import itertools
-import json
 import os
 import pathlib
 import random
@@ -68,7 +67,12 @@ RULES: dict[str, Any] = {
     "elastic": oxs.rules.elastic(moving_rate=0.25, rho=0.0),
     "3 of 4": runtime.SyncReplicas(3),
     "6 of 4": runtime.SyncReplicas(6),
+    "quorum 3 of 4": oxs.rules.diloco(optax.sgd(1.0)),
 }
+MEETS = {"quorum 3 of 4": runtime.quorum(3, grace=1.0)}
+# A push has a number alone where the center's share of it is not known beforehand: the
+# pull of elastic averaging is not linear, a meeting divides by those that have come.
+ALONE = ("elastic", "quorum 3 of 4")
 # What a run may take to end after the last fault.
 PATIENCE_SECONDS = 180
 
@@ -122,8 +126,11 @@ CELLS = [
     Cell("agn", "both", "150 kB", 2, False, 3),
     Cell("local_sgd", "servers", "1 kB", 3, False, 4),
     Cell("diloco", "servers", "150 kB", 2, True, 3),
+    Cell("quorum 3 of 4", "workers", "150 kB", 1),
+    Cell("quorum 3 of 4", "servers", "1.2 MB", 1),
+    Cell("quorum 3 of 4", "both", "150 kB", 1),
 ]
-SHORT = [CELLS[3], CELLS[18], CELLS[13]]
+SHORT = [CELLS[3], CELLS[18], CELLS[13], CELLS[-1]]
 
 
 def every_cell() -> list[Cell]:
@@ -133,7 +140,7 @@ def every_cell() -> list[Cell]:
     return [
         Cell(*cell)
         for cell in product
-        if cell[0] not in ("3 of 4", "6 of 4") or cell[3:5] == (1, False)
+        if "of 4" not in cell[0] or cell[3:5] == (1, False)
     ]
 
 
@@ -146,8 +153,7 @@ class Ledger:
     """Where in a part which push of which worker leaves its mark."""
 
     def __init__(self, cell: Cell):
-        # The pull of elastic averaging is not linear: a push has a number alone.
-        self.digits: int = 1 if cell.rule == "elastic" else DIGITS
+        self.digits: int = 1 if cell.rule in ALONE else DIGITS
         self.numbers: int = min(NUMBERS, SIZES[cell.size] // 2 // WORKERS)
         self.places: int = self.numbers * self.digits
 
@@ -160,6 +166,11 @@ class Ledger:
         """How many pushes lie in the places, [worker, place]."""
         book = np.asarray(part[: WORKERS * self.numbers], np.float64)
         book = book.reshape(WORKERS, self.numbers, 1)
+        if cell.rule in MEETS:  # A push is one of k, a whole number, or there are two.
+            among = WORKERS / np.where(book, book, WORKERS)[:, :, 0]
+            return np.where(abs(among - np.rint(among)) < 1e-3, 1, 2) * (
+                book[:, :, 0] != 0
+            )
         if cell.rule == "elastic":
             return (book[:, :, 0] != 0).astype(int)
         one = 1.0 if cell.rule in ("local_sgd", "diloco") else WORKERS
@@ -197,8 +208,8 @@ def program(folder: pathlib.Path, seconds: float, cell: Cell):
                 if cell.fragments:
                     worker.flush()  # All parts meet.
                 now = f"{worker.incarnation} {time.time()}"
-                if worker.used:
-                    out.write(f"ack {place} {now} {worker.global_step} {begin}\n")
+                kind = "ack" if worker.used else "late"
+                out.write(f"{kind} {place} {now} {worker.global_step} {begin}\n")
                 if worker.lost > told:
                     out.write(f"told {worker.lost - told} {now}\n")
                     told = worker.lost
@@ -271,7 +282,7 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
     parts = halves[0]
     back = [e for e in history.events if e.kind == "restored"]
     waits = cell.rule in ("3 of 4", "6 of 4")
-    acked, lost, beyond, untold = 0, 0, 0, 0
+    acked, lost, beyond, untold, twice = 0, 0, 0, 0, 0
     logs = [folder / f"worker_{index}.log" for index in range(WORKERS)]
     times = sorted(
         float(line.split()[3])
@@ -299,6 +310,9 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
                 place, mine, step = (int(rest[k]) for k in (0, 1, 3))
                 ack = Ack(place, mine, float(rest[2]), step, float(rest[4]))
                 acks[ack.incarnation].append(ack)
+            elif kind == "late" and len(rest) == 5 and cell.rule in MEETS:
+                # It was dropped, and told so: it must not be there.
+                twice += sum(int(part[index, int(rest[0])] != 0) for part in parts)
             elif kind == "told" and len(rest) == 3:
                 told[int(rest[1])] += int(rest[0])
         for incarnation, own in acks.items():
@@ -317,7 +331,7 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
             untold += max(should - told[incarnation], 0)
     # At the end so many gradients wait for an update that does not come.
     waiting = min(beyond, required(cell.rule) - 1)
-    twice = sum(int((part > 1).sum()) for part in parts)
+    twice += sum(int((part > 1).sum()) for part in parts)
     torn = sum(int((a != b).sum()) for a, b in zip(*halves, strict=True))
     return [acked, lost - waiting, beyond - waiting, untold, twice, torn]
 
@@ -374,7 +388,7 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         cell.faults, seconds, folder,
         lambda: runtime.run(
             program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
-            num_workers=WORKERS, num_servers=cell.servers,
+            num_workers=WORKERS, num_servers=cell.servers, meet=MEETS.get(cell.rule),
             communication_period=cell.fragments or 1,
             checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
             replay=cell.replay,
@@ -421,7 +435,7 @@ def learned(rule: str, faults: str, steps: int) -> list[Any]:
         faults, 0.02 * steps, folder,
         lambda: runtime.run(
             train, params, optax.sgd(0.2), RULES[rule], num_workers=WORKERS,
-            communication_period=1 if "of 4" in rule else 5,
+            meet=MEETS.get(rule), communication_period=1 if required(rule) > 1 else 5,
             checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
         ),
     )  # fmt: skip
@@ -436,27 +450,9 @@ def learned(rule: str, faults: str, steps: int) -> list[Any]:
 BAD = ("beyond", "untold", "twice", "torn")  # columns that say what went wrong
 
 
-class Known:
-    """Rows that have been measured, in a file: a run goes on where one was ended."""
-
-    def __init__(self, path: pathlib.Path, resume: bool):
-        self.path = path
-        if not resume:
-            path.write_text("")
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows = {json.dumps(key): rows for key, rows in map(json.loads, lines)}
-
-    def get(self, key: list[Any], measure: Any) -> list[list[Any]]:
-        """The rows under this name; measured now if there are none."""
-        name = json.dumps(key)
-        if name not in self.rows:
-            self.rows[name] = measure()
-            with self.path.open("a") as out:
-                out.write(f"{json.dumps([key, self.rows[name]])}\n")
-        return self.rows[name]
-
-
-def under_fire(page: Any, known: Known, cells: list[Cell], seconds: float) -> None:
+def under_fire(
+    page: Any, known: report.Known, cells: list[Cell], seconds: float
+) -> None:
     """Run the cells."""
     rows, begin = [], time.time()
     titles = page.words["tables"]["faults"][1].split(" | ")
@@ -483,7 +479,7 @@ def under_fire(page: Any, known: Known, cells: list[Cell], seconds: float) -> No
     page.table("looked_for", zip(words, bad, of, strict=True))
 
 
-def learning(page: Any, known: Known, rules: list[str], steps: int) -> None:
+def learning(page: Any, known: report.Known, rules: list[str], steps: int) -> None:
     """How well workers learn without faults, and with workers and servers killed."""
     rows = []
     for rule in rules:
@@ -555,7 +551,7 @@ def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
     return [[name, *row] for row in zip(who, *found.tolist(), strict=True)]
 
 
-def many_pushes(page: Any, known: Known, pushes: int) -> None:
+def many_pushes(page: Any, known: report.Known, pushes: int) -> None:
     """How much memory servers and a worker have after so many pushes."""
     marks, rows = [pushes // 10, pushes // 2, pushes], []
     for quiet in QUIET:
@@ -577,7 +573,7 @@ def explored(order: tuple[Any, ...]) -> list[list[Any]]:
     return [[*sides, "yes" if replay else "", worlds, ends, seconds]]
 
 
-def every_order(page: Any, known: Known, quick: bool) -> None:
+def every_order(page: Any, known: report.Known, quick: bool) -> None:
     """How many worlds the protocol can come to: it raises at a bad one."""
     rows = []
     for order in ORDERS[: 2 if quick else None]:
@@ -617,7 +613,7 @@ def main():
         log_to_driver=False,
         object_store_memory=4 * 1024**3,
     )
-    known = Known(page.folder / "faults.rows", options.resume)
+    known = report.Known(page.folder / "faults.rows", options.resume)
     under_fire(page, known, cells, seconds)
     learning(page, known, list(RULES)[: 1 if options.quick else None], steps)
     many_pushes(page, known, pushes)

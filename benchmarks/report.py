@@ -293,6 +293,26 @@ class Report:
         print(f"{found['seconds']:.0f} s; wrote {name}.* into {self.folder}")
 
 
+class Known:
+    """Rows that have been measured, in a file: a run goes on where one was ended."""
+
+    def __init__(self, path: Path, resume: bool):
+        self.path = path
+        if not resume:
+            path.write_text("")
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = {json.dumps(key): rows for key, rows in map(json.loads, lines)}
+
+    def get(self, key: list[Any], measure: Any) -> list[list[Any]]:
+        """The rows under this name; measured now if there are none."""
+        name = json.dumps(key)
+        if name not in self.rows:
+            self.rows[name] = measure()
+            with self.path.open("a") as out:
+                out.write(f"{json.dumps([key, self.rows[name]])}\n")
+        return self.rows[name]
+
+
 def page_of(found: Mapping[str, Any]) -> str:
     """The page of a JSON file, in Markdown: what follows, picture and table first."""
     words, where = PAGES[found["name"]], found["machine"]

@@ -111,7 +111,10 @@ for worker, what in enumerate(WORKERS):
     counts = [str(history.count(kind, worker)) for kind in kinds]
     both = [seconds_of(kind, worker) for kind in ("join", "left")]
     table.add_row(
-        str(worker), what, *counts, *(", ".join(f"{at:.1f} s" for at in x) for x in both)
+        str(worker),
+        what,
+        *counts,
+        *(", ".join(f"{at:.1f} s" for at in x) for x in both),
     )
 Console().print(table)
 

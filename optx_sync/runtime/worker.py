@@ -114,8 +114,8 @@ class Worker:
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two, those that
             the center absorbed.
-        used: `False` if what it pushed last was dropped: a stale gradient
-            (`SyncReplicas`), or one that came after its meeting (`quorum`).
+        used: `False` if what it pushed last, or a part of it, was dropped: a stale
+            gradient (`SyncReplicas`), or what came after its meeting (`quorum`).
         restarts: The number of earlier workers with this index.
         incarnation: A number that distinguishes it from them.
         place: Notes of the program for its successor, such as its position in the data:
@@ -410,7 +410,7 @@ class Worker:
         if self._sent is None:
             return
         answers, tokens, leases, begin = self._sent
-        refused = None
+        refused, first = None, len(answers) == len(tokens)
         for part, answer in list(answers.items()):
             if not (wait or answer.is_there()):
                 continue
@@ -425,7 +425,9 @@ class Worker:
                 refused = error
                 continue
             self._hear(part, reply)
-            self.staleness, self.used = reply.staleness, reply.used
+            # A round is dropped if one of its parts is.
+            self.used, first = reply.used and (first or self.used), False
+            self.staleness = reply.staleness
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)

@@ -283,6 +283,50 @@ def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
     same(back.center(), other.center())
 
 
+def test_what_was_dropped_is_still_dropped_for_a_server_that_comes_back(tmp_path):
+    """Its answer went with the server: sent again, the push is told as it was."""
+    settings: dict[str, Any] = {
+        "num_workers": 3,
+        "communication_period": 1,
+        "meet": quorum(2),
+        "delay": 1,
+        "checkpoint_dir": tmp_path,
+    }
+    server = Server(PARAMS, DILOCO, **settings)
+    zeros = {path: np.zeros_like(x) for path, x in server._held[0].current().items()}
+    sent = [oxs.runtime.Push(w, 1, {"contribution": zeros}, met=0) for w in range(3)]
+    used = [server.push(push).used for push in sent]
+    server.checkpoint()
+    back = Server(PARAMS, DILOCO, **settings)
+    assert [back.push(push).used for push in sent] == used == [True, True, False]
+
+
+@pytest.mark.parametrize("dropped", range(2))
+def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
+    servers = [
+        Server(PARAMS, DILOCO, number=n, num_servers=2, **settings) for n in range(2)
+    ]
+
+    class Both:
+        def join(self, worker):
+            found = [server.join(worker) for server in servers]
+            return found[0]._replace(parts=found[0].parts | found[1].parts)
+
+        def send(self, push):
+            incarnation = servers[push.part]._book.entries[0].incarnation
+            reply = servers[push.part].push(push._replace(incarnation=incarnation))
+            used = push.part != dropped or push.round > 1
+            return oxs.runtime.messages.Pending(lambda: reply._replace(used=used))
+
+    both: Any = Both()
+    worker = Worker(both, PARAMS, INNER, DILOCO, index=0, num_servers=2, **settings)
+    stepped(worker)
+    assert not worker.used
+    stepped(worker)
+    assert worker.used
+
+
 def test_a_meeting_that_would_overflow_is_dropped_whole_and_told():
     rule = oxs.rules.diloco(optax.sgd(20.0))
     server, workers = party(rule, quorum(2), 1, 2, delay=1)

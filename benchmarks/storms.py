@@ -1,0 +1,614 @@
+"""Storms: runs on two hosts under every kind of fault, and what is left of them.
+
+    make storms                          # an hour and a half
+    python benchmarks/storms.py --quick
+    python benchmarks/storms.py --only link
+
+Two network namespaces with a Ray node each are joined by a cable. Workers meet by
+quorum, parts in turn, answers two steps later; meanwhile faults come from a table, by a
+schedule that is drawn. Every push bears a mark of its own, and its worker writes down
+how it was answered. *Beyond*: an answered push that the center lacks, though no server
+went back to a save from before it, or only to one too old. *Untold*: one that is lost,
+and its worker was not told.
+*Twice*: a place holds more than one push's mark, or one of a push that was dropped.
+*Torn*: the two variables of a part differ. Needs root and iproute2.
+"""
+
+import collections
+import contextlib
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+)
+
+import numpy as np
+import optax
+import report
+from links import missing, shell
+
+import optx_sync as oxs
+from optx_sync import runtime
+
+HOSTS, HERE, THERE = ("oxs-storm-a", "oxs-storm-b"), "10.97.0.1", "10.97.0.2"
+PORT = 6397
+EVERY, PARTS, PERIOD, DELAY = 20, 4, 16, 2  # pushes between saves; of the run
+STEP_SECONDS = 0.2
+FLOATS, MARK = 16_384, 12.0  # of each of a part's two variables; of a push
+DISK_MB = 48
+# What a run may take to end after the last fault.
+PATIENCE_SECONDS = 180
+# Of Ray's calls between the hosts, per cent: the request lost, the answer lost, the
+# answer lost while the call is under way.
+LOST_CALLS = {
+    "num_failures": -1,
+    "req_failure_prob": 1,
+    "resp_failure_prob": 1,
+    "in_flight_failure_prob": 1,
+}
+
+
+class Party(NamedTuple):
+    """Who trains: workers on this host, and on the other one."""
+
+    here: int
+    there: int
+    servers: int
+    quorum: int
+
+    @property
+    def workers(self) -> int:
+        """All of them."""
+        return self.here + self.there
+
+
+FOUR, TWO = Party(3, 1, 2, 3), Party(1, 1, 1, 1)
+
+
+# What runs on the hosts.
+class Witness:
+    """A connection whose pushes bear marks, and which writes down their answers."""
+
+    def __init__(self, connection: Any, folder: pathlib.Path, worker: Any):
+        self._inner, self._folder = connection, folder
+        self._worker, self._workers = worker, FLOATS // 8
+        name = f"worker_{worker.index}_{worker.incarnation}.jsonl"
+        self._log = (folder / name).open("a", buffering=1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def say(self, what: str, **more: Any) -> None:
+        """Write a line."""
+        self._log.write(json.dumps({"what": what, "time": time.time(), **more}) + "\n")
+
+    def _place(self, part: int) -> int:
+        """A place that no incarnation of this worker has had: they may overlap."""
+        path = self._folder / f"places_{self._worker.index}_{part}"
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b".")  # What is appended is not overwritten.
+        place = os.lseek(file, 0, os.SEEK_CUR) - 1
+        os.close(file)
+        return self._worker.index * self._workers + place
+
+    def send(self, push: Any) -> Any:
+        """Put a mark in place of what it has to say."""
+        worker, part, place = self._worker.index, push.part, self._place(push.part)
+        server = self._inner.layout.owners[part]
+        of_part = {}
+        for path, array in push.arrays["contribution"].items():
+            of_part[path] = np.zeros(np.shape(array), np.float32)
+            of_part[path][place] = MARK
+        push = push._replace(arrays={"contribution": of_part})
+        known = {"part": part, "place": place, "server": server, "steps": push.steps}
+        known["began"] = time.time()
+        pending = self._inner.send(push)
+
+        def answer() -> Any:
+            try:
+                reply = pending()
+            except runtime.PushRefused as error:
+                self.say("refused", **known, message=str(error)[:200])
+                raise
+            epoch = self._inner._clients[worker, server].epoch
+            known.update(step=reply.global_step, lost=reply.lost, epoch=epoch)
+            self.say("ack" if reply.used else "late", **known)
+            return reply
+
+        return pending._replace(wait=answer)
+
+
+def drive(folder: pathlib.Path) -> None:
+    """The driver: a run that goes on from its saves, and its center in a file."""
+    party = Party(*json.loads((folder / "party").read_text()))
+
+    def train(worker: Any) -> None:
+        worker.connection = witness = Witness(worker.connection, folder, worker)
+        (folder / "begin").touch()
+        grads = {name: np.zeros(FLOATS, np.float32) for name in start()}
+        while time.time() < float((folder / "until").read_text()):
+            worker.step(grads)
+            time.sleep(STEP_SECONDS)
+        witness.say("end")
+        worker.flush()
+
+    center, _ = runtime.run(
+        train, start(), optax.sgd(1.0), oxs.rules.diloco(optax.sgd(1.0)),
+        num_workers=party.workers, num_servers=party.servers, delay=DELAY,
+        communication_period=PERIOD,
+        fragments=lambda path, leaf: int(str(path[0].key)[2:]),
+        meet=runtime.quorum(party.quorum, grace=1.0),
+        checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
+        address=f"{HERE}:{PORT}",
+    )  # fmt: skip
+    with (folder / "center.npz").open("wb") as file:
+        np.savez(file, **center)
+
+
+def start() -> dict[str, Any]:
+    """Two variables of each part."""
+    names = [f"{half}_{part}" for half in "ab" for part in range(PARTS)]
+    return {name: np.zeros(FLOATS, np.float32) for name in names}
+
+
+# The machines, and what befalls them.
+class Storm:
+    """Two hosts with a Ray node each, a driver, and what has been done to them.
+
+    Use it as a context: at its end nothing of it is left.
+    """
+
+    def __init__(self, party: Party, seed: int):
+        self.party, self.rng = party, random.Random(seed)
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="storm"))
+        (self.folder / "party").write_text(json.dumps(party))
+        (self.folder / "until").write_text("inf")
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.driver: Any = None
+        self.faults: list[dict[str, Any]] = []
+        self.starts: collections.Counter[str] = collections.Counter()
+        self.errors: list[str] = []  # of drivers, which were started again
+        self.over, self.ended = threading.Event(), ""
+
+    def __enter__(self) -> "Storm":
+        self.clean()
+        try:
+            for number, (name, own) in enumerate(
+                zip(HOSTS, (HERE, THERE), strict=True)
+            ):
+                etc = pathlib.Path("/etc/netns") / name
+                etc.mkdir(parents=True)
+                hosts = f"127.0.0.1 localhost\n{own} {os.uname().nodename}\n"
+                (etc / "hosts").write_text(hosts)
+                (etc / "resolv.conf").write_text("")
+                shell(f"ip netns add {name}")
+                if number:
+                    shell(
+                        f"ip -n {HOSTS[0]} link add eth type veth peer name eth "
+                        f"netns {name}"
+                    )
+            for name, own in zip(HOSTS, (HERE, THERE), strict=True):
+                shell(f"ip -n {name} addr add {own}/24 dev eth")
+                shell(f"ip -n {name} link set lo up")
+                shell(f"ip -n {name} link set eth up")
+            saved = self.folder / "saved"
+            saved.mkdir()
+            shell(f"mount -t tmpfs -o size={DISK_MB}m storm {saved}")
+            threading.Thread(target=self._keep_up, daemon=True).start()
+        except BaseException:
+            self.clean()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.over.set()
+        self.clean()
+
+    def clean(self) -> None:
+        """End its processes, and those of one that was killed."""
+        there = shell("ip netns list", check=False).split()
+        for name in (name for name in HOSTS if name in there):
+            for pid in shell(f"ip netns pids {name}").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            shell(f"ip netns del {name}")
+        for name in HOSTS:
+            shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
+        shell(f"umount -l {self.folder / 'saved'}", check=False)
+
+    def _keep_up(self) -> None:
+        """Start nodes and the driver, again where they end, as a manager does."""
+        ray = str(pathlib.Path(sys.executable).with_name("ray"))
+        # A namespace of processes too: memory is not shared with another host.
+        far = "unshare --pid --fork --mount-proc"
+        common = "--object-store-memory=200000000 --disable-usage-stats --block"
+        commands = {
+            "here": f"{ray} start --head --node-ip-address={HERE} --port={PORT} "
+            f"--num-cpus={self.party.here} --include-dashboard=false "
+            f"--temp-dir={self.folder}/ray {common}",
+            "there": f"{far} {ray} start --address={HERE}:{PORT} "
+            f"--node-ip-address={THERE} --num-cpus={self.party.there} {common}",
+            "driver": f"{sys.executable} {__file__} drive {self.folder}",
+        }
+        calls = json.dumps({"CoreWorkerService.grpc_client.PushTask": LOST_CALLS})
+        env = dict(os.environ)
+        env |= {
+            "RAY_testing_rpc_failure": calls,
+            "RAY_testing_rpc_failure_avoid_intra_node_failures": "1",
+        }
+        while not self.over.wait(0.5):
+            for name, command in commands.items():
+                node = self.nodes.get(name)
+                if node is not None and node.poll() is None:
+                    continue
+                if name == "driver" and node is not None:
+                    if not node.returncode:
+                        self.ended = "yes"
+                    elif node.returncode != -signal.SIGKILL:
+                        self.errors.append(self._last_words())
+                        if len(self.errors) > 5 or not (self.folder / "begin").exists():
+                            self.ended = self.errors[-1]
+                    if self.ended:
+                        self.over.set()
+                        break
+                if name != "here" and not self._is_up():
+                    continue
+                host = HOSTS[name == "there"]
+                with (self.folder / f"{name}.log").open("ab") as out:
+                    self.nodes[name] = subprocess.Popen(
+                        ["ip", "netns", "exec", host, *command.split()],
+                        stdout=out, stderr=out, env=env, cwd=self.folder,
+                    )  # fmt: skip
+                self.starts[name] += 1
+
+    def _last_words(self) -> str:
+        lines = (self.folder / "driver.log").read_text("utf-8", "replace").splitlines()
+        said = [line for line in lines if "Error" in line and line[:1].isalpha()]
+        return [*said, "an error"][len(said) - 1 if said else 0][:200]
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(OSError, RuntimeError):
+            return f":{PORT}" in shell(f"ip netns exec {HOSTS[0]} ss -Hltn")
+        return False
+
+    def pids(self, title: str) -> list[int]:
+        """The processes on both hosts whose title begins so."""
+        found = []
+        for pid in itertools.chain(
+            *(shell(f"ip netns pids {name}", check=False).split() for name in HOSTS)
+        ):
+            with contextlib.suppress(OSError):
+                text = pathlib.Path(f"/proc/{pid}/cmdline").read_text(
+                    "utf-8", "replace"
+                )
+                if text.startswith(title):
+                    found.append(int(pid))
+        return found
+
+    def one(self, title: str) -> int:
+        """One of them, drawn; 0 if there is none."""
+        return self.rng.choice(self.pids(title) or [0])
+
+    def weather(self, seconds: float, every: float, kinds: list[str]) -> None:
+        """Faults of these kinds until the time is over, then wait for the end."""
+        begin = self.folder / "begin"
+        while not begin.exists():
+            if self.over.wait(0.1):
+                return
+        until = time.time() + seconds
+        (self.folder / "until").write_text(str(until + 1.0))
+        threads, order, due = [], [], time.time() + every / 4
+        while kinds and due < until and not self.over.wait(max(due - time.time(), 0)):
+            if not order:  # All of them once, in an order that is drawn.
+                order = self.rng.sample(kinds, len(kinds))
+            lasts = min(self.rng.uniform(5, min(60, 3 * every)), until - time.time())
+            threads.append(
+                threading.Thread(target=self.befall, args=(order.pop(), lasts))
+            )
+            threads[-1].start()
+            due += every * self.rng.uniform(0.5, 1.5)
+        for thread in threads:
+            thread.join()
+        while not self.over.wait(0.5):
+            if time.time() > until + PATIENCE_SECONDS:
+                self.ended = f"not {PATIENCE_SECONDS} s after the last fault"
+                return
+
+    def befall(self, kind: str, lasts: float) -> None:
+        """A fault that lasts so long, if it is one that lasts."""
+        line = {"kind": kind, "begin": time.time()}
+        with FAULTS_OF_A_STORM[kind](self) as stays:
+            if stays:
+                self.over.wait(lasts)
+        line["end"] = time.time()
+        self.faults.append(line)
+        with (self.folder / "faults.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+
+Fault = Callable[[Storm], contextlib.AbstractContextManager[bool]]
+
+
+def killed(title: str) -> Fault:
+    """SIGKILL of a process."""
+
+    @contextlib.contextmanager
+    def fault(storm: Storm) -> Iterator[bool]:
+        if pid := storm.one(title):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        yield False
+
+    return fault
+
+
+def stopped(title: str) -> Fault:
+    """SIGSTOP, and SIGCONT later: what it says then is old."""
+
+    @contextlib.contextmanager
+    def fault(storm: Storm) -> Iterator[bool]:
+        pid = storm.one(title)
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                os.kill(pid, signal.SIGSTOP)
+        yield bool(pid)
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                os.kill(pid, signal.SIGCONT)
+
+    return fault
+
+
+@contextlib.contextmanager
+def cut(storm: Storm) -> Iterator[bool]:
+    """The cable is out for a while."""
+    shell(f"ip -n {HOSTS[1]} link set eth down")
+    yield True
+    shell(f"ip -n {HOSTS[1]} link set eth up")
+
+
+@contextlib.contextmanager
+def full(storm: Storm) -> Iterator[bool]:
+    """The disk of the saves is full for a while."""
+    filler = storm.folder / "saved" / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**16))
+    yield True
+    filler.unlink(missing_ok=True)
+
+
+def damage(folder: pathlib.Path) -> None:
+    """Change 64 bytes in the middle of each file."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                found = bytearray(path.read_bytes())
+                for at in range(len(found))[len(found) // 2 :][:64]:
+                    found[at] ^= 255
+                path.write_bytes(found)
+
+
+@contextlib.contextmanager
+def damaged(storm: Storm) -> Iterator[bool]:
+    """The newest save of a server is changed, and the server killed that read it."""
+    server = storm.rng.randrange(storm.party.servers)
+    folder = storm.folder / "saved" / f"server_{server}"
+    numbers = sorted(int(x.name) for x in folder.glob("*") if x.name.isdecimal())
+    # The last one that can be read is left alone: without any a run has to end.
+    for number in numbers[1:][-1:]:
+        damage(folder / str(number))
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        pid = int((folder / "lock").read_text().split()[1])  # "process 12 on ..."
+        if pid in storm.pids("ray::ServerActor"):
+            os.kill(pid, signal.SIGKILL)
+    yield False
+
+
+@contextlib.contextmanager
+def driver_killed(storm: Storm) -> Iterator[bool]:
+    """SIGKILL of the driver: the same call is made again."""
+    storm.nodes["driver"].kill()
+    yield False
+
+
+FAULTS_OF_A_STORM: dict[str, Fault] = {
+    "a worker killed": killed("ray::WorkerActor"),
+    "a server killed": killed("ray::ServerActor"),
+    "a worker stopped": stopped("ray::WorkerActor"),
+    "a server stopped": stopped("ray::ServerActor"),
+    "the link cut": cut,
+    "the disk full": full,
+    "a save damaged": damaged,
+    "the driver killed": driver_killed,
+}
+
+
+# What is left of it.
+class Found(NamedTuple):
+    """What a storm has left."""
+
+    faults: int
+    pushes: int  # answered
+    commits: float  # of these, the share that is in the center
+    late: int  # dropped, and told so
+    lost: int  # gone with a server's going back
+    beyond: int
+    untold: int
+    twice: int
+    torn: int
+    participation: float  # workers in a meeting, the mean
+    rate: float  # steps a second that the center has
+    ended: str
+
+
+def judge(storm: Storm, seconds: float) -> Found:
+    """Compare what workers have written down with the center."""
+    files = storm.folder.glob("worker_*.jsonl")
+    logs = [[json.loads(x) for x in file.read_text().splitlines()] for file in files]
+    lines = [line for log in logs for line in log]
+    acks = [line for line in lines if line["what"] == "ack"]
+    late = [line for line in lines if line["what"] == "late"]
+    last = min((x["time"] for x in lines if x["what"] == "end"), default=math.inf)
+    if not (storm.folder / "center.npz").exists():
+        blank = ["" for _ in range(9)]
+        return Found(len(storm.faults), len(acks), *blank, storm.ended)  # type: ignore
+    center = np.load(storm.folder / "center.npz")
+    value = [-center[f"a_{part}"].astype(float) for part in range(PARTS)]
+    torn = sum(int((center[f"a_{p}"] != center[f"b_{p}"]).sum()) for p in range(PARTS))
+    # Of each start of a server, the first meeting of each part that could be made then.
+    first: dict[tuple[int, int], dict[int, int]] = collections.defaultdict(dict)
+    for line in acks + late:
+        of, next_ = first[line["server"], line["epoch"]], line["step"]
+        next_ += line["what"] == "late"
+        of[line["part"]] = min(of.get(line["part"], next_), next_)
+
+    def explained(ack: dict[str, Any]) -> bool:
+        """Whether its server went back behind it, and no farther than it may."""
+        server, part = ack["server"], ack["part"]
+        later = sorted(e for s, e in first if s == server and e > ack["epoch"])
+        redone = [
+            e for e in later if first[server, e].get(part, math.inf) <= ack["step"]
+        ]
+        if not redone:
+            return False
+        began = redone[0] / 1e9
+        allowed = EVERY + 4 * storm.party.workers
+        for fault in storm.faults:
+            if fault["kind"] == "a save damaged" and ack["began"] < fault["end"]:
+                allowed += EVERY * (fault["begin"] < began + 5)
+            near = fault["begin"] < began and fault["end"] > ack["time"] - 60
+            if fault["kind"] == "the disk full" and near:
+                return True
+        between = sum(
+            other["server"] == server and ack["time"] < other["time"] < began
+            for other in acks
+        )
+        return between <= allowed
+
+    missing_ = [ack for ack in acks if not value[ack["part"]][ack["place"]]]
+    beyond = sum(not explained(ack) for ack in missing_)
+    untold = 0
+    for log in logs:
+        for server in range(storm.party.servers):
+            own = [x for x in log if x.get("server") == server and "epoch" in x]
+            newest = max((x["epoch"] for x in own), default=0)
+            gone = sum(x in missing_ and x["epoch"] < newest for x in own)
+            told = sum(x["lost"] for x in own)
+            untold += max(gone - told, 0)
+    twice = sum(value[x["part"]][x["place"]] != 0 for x in late)
+    early = {(x["part"], x["place"]) for x in acks if x["time"] < last}
+    counts = []
+    for part, places in enumerate(value):
+        for place in np.flatnonzero(places):
+            among = MARK / places[place]
+            counts.append(among)
+            least = storm.party.quorum if (part, place) in early else 1
+            twice += abs(among - round(among)) > 1e-3 or round(among) < least
+    steps = sum(x["steps"] for x in acks if value[x["part"]][x["place"]]) / PARTS
+    answered = len(acks) + len(late)
+    return Found(
+        len(storm.faults), answered, (len(acks) - len(missing_)) / max(answered, 1),
+        len(late), len(missing_), beyond, untold, int(twice), torn,
+        float(len(counts) / max(sum(1 / among for among in counts), 1e-9)),
+        steps / seconds, storm.ended,
+    )  # fmt: skip
+
+
+def weathered(party: Party, seconds: float, every: float, kinds: list[str]) -> Found:
+    """A run in such weather: what is left of it."""
+    while True:
+        with Storm(party, seed=len(kinds)) as storm:
+            storm.weather(seconds, every, kinds)
+            found = judge(storm, seconds)
+        print(f"{found}\n{storm.starts}, {storm.errors}, {storm.folder}", flush=True)
+        # Ray gives a node 30 s to start, which on a busy machine may not be enough.
+        if (storm.folder / "begin").exists():
+            return found
+
+
+class Weather(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    party: Party
+    seconds: float
+    every: float  # seconds between faults
+    kinds: list[str]
+
+
+def row(weather: Weather, found: Found, calm: float) -> list[Any]:
+    """What the table shows of it, beside the steps a second of a calm run."""
+    hourly = 3600 * found.faults / weather.seconds
+    marks = [found.late, found.lost, found.beyond, found.untold, found.twice]
+    part = f"{found.participation:.2f} of {weather.party.workers}"
+    return [
+        weather.name, weather.seconds, found.faults, round(hourly), found.pushes,
+        f"{found.commits:.1%}", *marks, found.torn, part,
+        f"{found.rate / calm:.1%}", found.ended,
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Each kind of fault alone, then all of them."""
+    parser = report.arguments(__doc__)
+    parser.add_argument("--only", default="", help="weather whose name contains this")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the storm")
+    parser.add_argument("--resume", action="store_true", help="go on with a table")
+    options = parser.parse_args()
+    if lacks := missing():
+        sys.exit(f"This needs {lacks}.")
+    every, alone, long = [*FAULTS_OF_A_STORM], 40.0, 60 * options.minutes
+    killed_or_stopped = [kind for kind in every if "worker" in kind]
+    weathers = [
+        Weather("none", FOUR, 120.0, math.inf, []),
+        Weather("all kinds", FOUR, long, 30.0, every),
+        Weather("none, two workers", TWO, 120.0, math.inf, []),
+        Weather(
+            "of workers and the link, two workers",
+            TWO, long / 3, 52.0, [*killed_or_stopped, "the link cut"],
+        ),
+        *(Weather(f"{kind}, alone", FOUR, alone, 10.0, [kind]) for kind in every),
+    ]  # fmt: skip
+    if options.quick:
+        weathers = [weathers[0]._replace(seconds=20.0), weathers[-1]]
+    weathers = [one for one in weathers if options.only in one.name]
+    page = report.Report(
+        "storms", options, floats=FLOATS, period=PERIOD, delay=DELAY, every=EVERY,
+        disk=DISK_MB, step=STEP_SECONDS,
+    )  # fmt: skip
+    known = report.Known(page.folder / "storms.rows", options.resume)
+    rows, calm = [], {FOUR: math.nan, TWO: math.nan}
+    for one in weathers:
+        (found,) = known.get([*one], lambda one=one: [weathered(one.party, *one[2:])])
+        found = Found(*found)
+        if not one.kinds:
+            calm[one.party] = found.rate
+        rows.append(row(one, found, calm[one.party]))
+        print(rows[-1], flush=True)
+    page.table("storms", rows)
+    page.save()
+    known.path.unlink()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["drive"]:
+        drive(pathlib.Path(sys.argv[2]))
+    else:
+        main()
