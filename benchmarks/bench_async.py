@@ -1,14 +1,15 @@
 """Time per exchange of asynchronous workers with the center, by size of the variables.
 
-    python benchmarks/bench_async.py                   # three minutes
+    python benchmarks/bench_async.py                   # ten minutes
     python benchmarks/bench_async.py --quick           # short
 
-Two worker processes on a local Ray push and take the center back, both at once, as fast
-as they can, so an exchange takes as long as a round of both. Timed is `send` and its
-answer, of arrays that lie ready, and not `Worker.step`. In the same run, in turns: a
-naive Ray actor, as one writes it first (JAX arrays, push, then pull), the same with
-NumPy arrays, Ray's own part of an exchange, and a plain NumPy copy of the bytes that a
-round moves, there and back for each worker.
+Worker processes on a local Ray step and exchange in every step, all at once, as fast as
+they can, so an exchange takes as long as a round of all. Timed is `Worker.step` with a
+gradient that lies ready, until its parameters are there. In the same run, in turns: an
+actor as one writes it first (NumPy arrays, push, then pull), with and without a jitted
+step of SGD; the same with JAX arrays; what travels alone (`send` and its answer); Ray's
+own part of an exchange; and a plain NumPy copy of the bytes that a round moves, there
+and back for each worker.
 """
 
 import os
@@ -23,6 +24,7 @@ os.environ["RAY_worker_niceness"] = "0"
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import ray
 import report
 from report import Line, Panel
@@ -30,10 +32,10 @@ from rich.progress import track
 
 import optx_sync as oxs
 from optx_sync import runtime
-from optx_sync.runtime import Push
+from optx_sync.runtime import Push, Worker
 from optx_sync.runtime.agreements.arrays import arrays_of
 
-WORKERS, VARIABLES = 2, 8
+VARIABLES, RATE = 8, 0.1
 # Measured once with TensorFlow 1.15's parameter server on a machine like this one, 2
 # workers and 1 server, milliseconds per round: stands beside it, nothing more.
 TENSORFLOW = {1_000: 1.5, 1_000_000: 14.6, 10_000_000: 178.0}
@@ -42,10 +44,11 @@ RULES = {
     "elastic": oxs.rules.elastic(moving_rate=0.1, rho=0.0),
     "diloco": oxs.rules.diloco(),
 }
-NAIVE, NUMPY, RAY_ALONE = "naive actor", "naive actor, NumPy", "Ray alone"
-# Floats, rules, numbers of servers, blocks of measurements and seconds of each.
-FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), 5, 1.0)
-SHORT = ((1_000,), ("local_sgd",), (1,), 1, 0.1)
+NAIVE, NUMPY, STEPPING = "actor, JAX arrays", "actor, NumPy", "actor, NumPy, and a step"
+RAY_ALONE, SEND = "Ray alone", "send alone"
+# Floats, rules, numbers of servers and of workers, blocks of measurements and seconds.
+FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), (2, 8), 3, 0.5)
+SHORT = ((1_000,), ("local_sgd",), (1,), (2,), 1, 0.1)
 
 
 class _Naive:
@@ -64,43 +67,69 @@ class _Naive:
         return self.center
 
 
+@jax.jit
+def _sgd(params, grads):
+    moved = jax.tree.map(lambda g: -RATE * g, grads)
+    return jax.tree.map(jnp.add, params, moved), moved
+
+
 class _Worker:
     """A process that exchanges again and again."""
 
-    def __init__(self, index, size):
-        self.index, self.rounds, self.kept = index, {}, {}
+    def __init__(self, index, size, workers):
+        self.index, self.workers, self.kept, self.rounds = index, workers, {}, {}
         self.arrays, self.there, self.back = make(size), make(size), make(size)
+        self.params = self.grads = jax.tree.map(jnp.array, self.arrays)
 
     def call(self, name, target):
         """One exchange of this kind."""
-        if name in (NAIVE, NUMPY):
-            # A worker's parameters are JAX arrays, and Ray can send them.
-            kind = jnp.asarray if name == NAIVE else np.asarray
-            moved = {key: kind(array) for key, array in self.arrays.items()}
+        if name in (NAIVE, NUMPY, STEPPING):
+            moved = self.grads
+            if name == STEPPING:
+                self.params, moved = _sgd(self.params, self.grads)
+            if name != NAIVE:  # A worker's parameters are JAX arrays all the same.
+                moved = {key: np.asarray(array) for key, array in moved.items()}
             ray.get(target.push.remote(moved))
-            jax.block_until_ready(ray.get(target.pull.remote()))
+            pulled = ray.get(target.pull.remote())
+            self.params = jax.block_until_ready(jax.tree.map(jnp.asarray, pulled))
         elif name == RAY_ALONE:
             ray.get(target.swap.remote(self.arrays))
         elif name == "copy":
             for key, array in self.arrays.items():
-                for _ in range(WORKERS):
+                for _ in range(self.workers):
                     np.copyto(self.there[key], array)
                     np.copyto(self.back[key], array)
+        elif name.startswith(SEND):
+            self._send(name, target)
         else:
-            what = "params" if name.startswith("elastic") else "contribution"
-            number = self.rounds[name] = self.rounds.get(name, 0) + 1
-            if number == 1:  # As `Worker` does, whose compiled step cuts.
-                parts = range(len(target.layout.owners))
-                cut = [arrays_of(target.layout.pick(self.arrays, p)) for p in parts]
-                self.kept[name] = target, target.join(self.index).incarnation, cut
-            target, mine, cut = self.kept[name]
-            pushes = [
-                Push(self.index, number, {what: arrays}, incarnation=mine, part=part)
-                for part, arrays in enumerate(cut)
-            ]
-            answers = [target.send(push) for push in pushes]
-            for answer in answers:
-                answer()
+            if name not in self.kept:
+                self.kept[name] = Worker(
+                    target,
+                    self.params,
+                    optax.sgd(RATE),
+                    RULES[name.partition(",")[0]],
+                    index=self.index,
+                    num_workers=self.workers,
+                    communication_period=1,
+                    num_servers=len(target.servers),
+                )
+            self.kept[name].step(self.grads)
+            jax.block_until_ready(self.kept[name].params)
+
+    def _send(self, name, target):
+        number = self.rounds[name] = self.rounds.get(name, 0) + 1
+        if number == 1:  # As `Worker` does, whose compiled step cuts.
+            parts = range(len(target.layout.owners))
+            cut = [arrays_of(target.layout.pick(self.arrays, p)) for p in parts]
+            self.kept[name] = target, target.join(self.index).incarnation, cut
+        target, mine, cut = self.kept[name]
+        pushes = [
+            Push(self.index, number, {"contribution": x}, incarnation=mine, part=part)
+            for part, x in enumerate(cut)
+        ]
+        answers = [target.send(push) for push in pushes]
+        for answer in answers:
+            answer()
 
     def measure(self, name, target, seconds):
         self.call(name, target)
@@ -118,23 +147,27 @@ def make(size):
     return {str(i): np.array(part) for i, part in enumerate(parts)}
 
 
-def bench(size, rules, servers, blocks, seconds):
+def bench(size, workers, rules, servers, blocks, seconds):
     """Milliseconds of each exchange, by name."""
     params, naive = make(size), ray.remote(_Naive).options(num_cpus=0)
     as_jax = jax.tree.map(jnp.asarray, params)
-    actors: list[Any] = [naive.remote(center) for center in (as_jax, params)]
+    actors: list[Any] = [naive.remote(center) for center in (as_jax, params, params)]
     targets: dict[str, Any] = dict(
-        zip((NAIVE, NUMPY, RAY_ALONE), (*actors, actors[1]), strict=True)
+        zip((NAIVE, NUMPY, STEPPING, RAY_ALONE), (*actors, actors[1]), strict=True)
     )
-    for name in rules:
+    for name in (*rules, SEND):
         for count in servers:
             key = name if count == 1 else f"{name}, {count} servers"
             targets[key] = runtime.start_servers(
-                params, RULES[name], num_workers=WORKERS, num_servers=count
+                params,
+                RULES.get(name, oxs.rules.local_sgd()),
+                num_workers=workers,
+                num_servers=count,
+                communication_period=1,
             )
             actors += targets[key].servers
     worker: Any = ray.remote(_Worker).options(num_cpus=0)
-    workers = [worker.remote(index, size) for index in range(WORKERS)]
+    workers = [worker.remote(index, size, workers) for index in range(workers)]
     times = {name: [] for name in (*targets, "copy")}
     for block in range(blocks + 1):
         for name, of_name in times.items():
@@ -151,8 +184,8 @@ def bench(size, rules, servers, blocks, seconds):
 
 def study(page, settings):
     """Measure all sizes and write the page."""
-    sizes, rules, *plan = settings
-    memory = 4 * 1024**3 if len(sizes) > 1 else 10**8
+    sizes, rules, servers, counts, *plan = settings
+    memory = 6 * 1024**3 if len(sizes) > 1 else 10**8
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -160,23 +193,35 @@ def study(page, settings):
         object_store_memory=memory,
     )
     medians = {}
-    for size in track(sizes, description="measuring"):
-        times = bench(size, rules, *plan)
-        medians[size] = middle = {n: statistics.median(t) for n, t in times.items()}
-        rows = []
+    cases = [(size, count) for size in sizes for count in counts]
+    for size, count in track(cases, description="measuring"):
+        # A worker of each rule at once: for eight of them 24 GiB are too few.
+        some = rules[:1] if size * count > 2e7 else rules
+        times = bench(size, count, some, servers, *plan)
+        middle = {n: statistics.median(t) for n, t in times.items()}
+        medians[size, count], rows = middle, []
         for name, of_name in times.items():
-            pairs = (NAIVE, name), (name, "copy"), (name, RAY_ALONE)
+            pairs = (NUMPY, name), (STEPPING, name), (name, "copy"), (name, RAY_ALONE)
             beside = (middle[a] / middle[b] for a, b in pairs)
             rows.append([name, report.spread(of_name), *beside])
-        rows.append(["TensorFlow 1.15, a round", str(TENSORFLOW[size]), "", "", ""])
-        page.table("exchanges", rows, size=size)
+        if count == 2:
+            known = str(TENSORFLOW[size])
+            rows.append(["TensorFlow 1.15, a round", known, "", "", "", ""])
+        page.table("exchanges", rows, size=size, workers=count)
     ray.shutdown()
-    names = [NAIVE, *rules, RAY_ALONE, "copy"]
-    lines = [Line(name, sizes, [medians[n][name] for n in sizes]) for name in names]
-    known = [TENSORFLOW[size] for size in sizes]
-    lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:"))
-    unit = "ms per exchange, median"
-    page.picture([Panel("floats in the variables", unit, lines, log="xy")])
+    names = [NUMPY, STEPPING, *rules, SEND, RAY_ALONE, "copy"]
+    panels = []
+    for count in counts:
+        lines = []
+        for name in names:
+            there = [size for size in sizes if name in medians[size, count]]
+            lines.append(Line(name, there, [medians[x, count][name] for x in there]))
+        if count == 2:
+            known = [TENSORFLOW[size] for size in sizes]
+            lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:"))
+        title = f"{count} workers, ms per exchange"
+        panels.append(Panel("floats in the variables", title, lines, log="xy"))
+    page.picture(panels)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import optx_sync as oxs
 from optx_sync.runtime import Push, Server, protocol
 from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.bounds import bound
+from optx_sync.runtime.agreements.meeting import Came
 from optx_sync.runtime.checkpoints import Damaged
 from optx_sync.runtime.protocol import Book, Client
 
@@ -32,7 +33,8 @@ class Machine(NamedTuple):
 
     book: Book
     centers: tuple[bytes, ...]  # of each part: how often each place is marked
-    disk: tuple[tuple[int, tuple[bytes, ...], str], ...] = ()  # (number, center, notes)
+    disk: tuple[tuple[int, tuple, str], ...] = ()  # (number, arrays of parts, notes)
+    held: tuple = ()
 
 
 class Program(NamedTuple):
@@ -48,6 +50,11 @@ class Program(NamedTuple):
     lost: int = 0  # how many of them it was told are gone
     busy: int = -1  # the server with which it speaks
     now: tuple[int, int] = (0, 0)  # (part, place) that it pushes
+    # Where workers share meetings: of each part how many it has taken, and that number
+    # as it stands in the push under way; the places that came late, as it was told.
+    met: tuple[int, ...] = ()
+    sent_met: int = -1
+    late: tuple[tuple[int, int], ...] = ()
 
 
 class World(NamedTuple):
@@ -90,7 +97,7 @@ class Disk:
     folder = "memory"
 
     def __init__(self, frozen=(), unreadable=()):
-        self.held = {number: (centers, notes) for number, centers, notes in frozen}
+        self.held = {number: (kept, notes) for number, kept, notes in frozen}
         self.unreadable = set(unreadable)
 
     def frozen(self):
@@ -106,17 +113,23 @@ class Disk:
         pass
 
     def save(self, number, arrays, notes):
-        found = [part["center"]["['x']"] for part in arrays.values()]
-        centers = tuple(center.tobytes() for center in found)
-        self.held[number] = centers, json.dumps([list(arrays), found[0].shape, notes])
+        kept = tuple(
+            tuple((name, x["['x']"].tobytes()) for name, x in part.items() if x)
+            for part in arrays.values()
+        )
+        shape = next(iter(arrays.values()))["center"]["['x']"].shape
+        self.held[number] = kept, json.dumps([list(arrays), shape, notes])
 
     def load(self, number):
         if number in self.unreadable:
             raise Damaged(f"{number} cannot be read")
-        centers, notes = self.held[number]
+        kept, notes = self.held[number]
         names, shape, notes = json.loads(notes)
-        arrays = (np.frombuffer(x, np.float32).reshape(shape).copy() for x in centers)
-        parts = ({"center": {"['x']": x}} for x in arrays)
+
+        def array(x):
+            return {"['x']": np.frombuffer(x, np.float32).reshape(shape).copy()}
+
+        parts = ({name: array(x) for name, x in part} for part in kept)
         return dict(zip(names, parts, strict=True)), notes
 
     def delete(self, number):
@@ -143,6 +156,8 @@ RULE = oxs.CenterRule(
 
 class Explorer:
     """Goes from a world to all that may come next, and remembers every step."""
+
+    meeting: Any = {}  # noqa: RUF012 # only read: more settings of a server
 
     def __init__(self, workers, owners, replay=0, rounds=3, deaths=1, losses=1):
         self.workers, self.owners, self.replay = workers, owners, replay
@@ -180,7 +195,7 @@ class Explorer:
             return Server(
                 params, RULE, num_workers=self.workers, communication_period=count,
                 fragments=fragments, checkpoint_dir="memory", checkpoint_every=EVERY,
-                number=server, num_servers=len(self.parts),
+                number=server, num_servers=len(self.parts), **self.meeting,
             )  # fmt: skip
 
     def _laid_out(self, shapes, fragments, servers):
@@ -188,9 +203,14 @@ class Explorer:
 
     def frozen(self, server):
         centers = tuple(held.center["['x']"].tobytes() for held in server._held)
+        held = self.held(server)
         return self.machines.number(
-            Machine(server._book, centers, server._checkpoints.frozen())
+            Machine(server._book, centers, server._checkpoints.frozen(), held)
         )
+
+    def held(self, server):
+        """What else a server holds, as tuples."""
+        return ()
 
     def thawed(self, number, server):
         """The server that was frozen, as a new object."""
@@ -211,7 +231,7 @@ class Explorer:
         thawed._local_steps, thawed.refused = [0] * self.workers, [0] * self.workers
         return thawed
 
-    def _deliver(self, machine, server, request, kind, place):
+    def _deliver(self, machine, server, request, kind, place, met):
         thawed, push = self.thawed(machine, server), None
         if kind is protocol.Send:
             shape = thawed._held[request.part].center["['x']"].shape
@@ -220,10 +240,14 @@ class Explorer:
             push = Push(
                 request.worker, request.serial, {"contribution": {"['x']": mark}},
                 incarnation=request.incarnation, part=self.parts[server][request.part],
+                met=met,
             )  # fmt: skip
-        answer, _ = thawed.handle(request, push)
+        answer, came = thawed.handle(request, push)
         assert not isinstance(answer, protocol.Refused), answer
-        return self.frozen(thawed), answer
+        return self.frozen(thawed), answer, self.told(came)
+
+    def told(self, came):
+        """What else an answer says to a program."""
 
     def _restarts(self, machine, server, damaged):
         disk = Disk(self.machines.things[machine].disk)
@@ -254,13 +278,14 @@ class Explorer:
         elif left := [
             p for p in enumerate(self.owners) if self.rounds_left(clients, *p)
         ]:
-            # The part that has met least.
-            part, server = max(left, key=lambda p: self.rounds_left(clients, *p))
+            part, server = self.next_part(program, clients, left)
             position, made = self.parts[server].index(part), program.made
             serial = clients[server].lines[position].serial + 1
             client = protocol.begin(clients[server], "send", position, serial)
             program = program._replace(
-                made=put(made, part, made[part] + 1), now=(part, made[part])
+                made=put(made, part, made[part] + 1),
+                now=(part, made[part]),
+                sent_met=program.met[part] if program.met else -1,
             )
         elif kept := [
             k for k, c in enumerate(clients) if c.replay and c.goal != "save"
@@ -272,6 +297,10 @@ class Explorer:
         program = program._replace(clients=put(clients, server, client), busy=server)
         return program if protocol.wants(client) is not None else self.go_on(program)
 
+    def next_part(self, program, clients, left):
+        """The part that has met least, and its server."""
+        return max(left, key=lambda p: self.rounds_left(clients, *p))
+
     def rounds_left(self, clients, part, server):
         line = clients[server].lines[self.parts[server].index(part)]
         return max(self.rounds - line.round, 0)
@@ -282,7 +311,7 @@ class Explorer:
         if client.goal == "enter":
             for part, line in zip(own, client.lines, strict=True):
                 ahead = put(ahead, part, program.made[part] - line.serial - 1)
-        if client.goal == "send":
+        if client.goal in ("send", "token") and program.now not in program.late:
             acked = (*acked, program.now)
         lost = program.lost + client.lost
         return program._replace(busy=-1, ahead=ahead, acked=acked, lost=lost)
@@ -299,14 +328,18 @@ class Explorer:
             part = self.parts[program.busy][request.part]
             place = request.serial + program.ahead[part]
         # The type too: named tuples of other names may be equal.
-        return program.busy, request, type(request), place
+        return program.busy, request, type(request), place, program.sent_met
 
-    def _hear(self, program, answer, _):
-        program = self.programs.things[program]
+    def _hear(self, program, answer, _, told):
+        program = self.heard(self.programs.things[program], told)
         client = protocol.hears(program.clients[program.busy], answer)
         clients = put(program.clients, program.busy, client)
         program = self.go_on(program._replace(clients=clients))
         return self.programs.number(program)
+
+    def heard(self, program, told):
+        """The program after what else an answer said."""
+        return program
 
     def _dies(self, program):
         """The worker that replaces it, and knows nothing of it."""
@@ -327,9 +360,9 @@ class Explorer:
             number = self.programs.number(program)
             while (wanted := self.wants(number)) and wanted[2] is protocol.Enter:
                 server, *request = wanted
-                machine, answer = self.deliver(servers[server], server, *request)
+                machine, answer, told = self.deliver(servers[server], server, *request)
                 servers = put(servers, server, machine)
-                number = self.hear(number, answer, type(answer))
+                number = self.hear(number, answer, type(answer), told)
             programs.append(number)
         none_late = self.lates.number(())
         return World(servers, tuple(programs), none_late, self.deaths, self.losses)
@@ -341,16 +374,16 @@ class Explorer:
             if (wanted := self.wants(program)) is None:
                 continue
             k, *request = wanted
-            machine, answer = self.deliver(servers[k], k, *request)
+            machine, answer, told = self.deliver(servers[k], k, *request)
             there = servers if machine == servers[k] else put(servers, k, machine)
             # The answer is lost. (A request that is lost changes nothing.)
             if losses:
                 yield World(there, programs, late, deaths, 0)
-            heard = self.hear(program, answer, type(answer))
+            heard = self.hear(program, answer, type(answer), told)
             yield World(there, put(programs, w, heard), late, deaths, losses)
         sent = self.lates.things[late]
         for n, (k, *request) in enumerate(sent):
-            machine, _ = self.deliver(servers[k], k, *request)
+            machine, *_ = self.deliver(servers[k], k, *request)
             rest = self.lates.number((*sent[:n], *sent[n + 1 :]))
             yield World(put(servers, k, machine), programs, rest, deaths, losses)
         if not deaths:
@@ -438,6 +471,127 @@ class Explorer:
             reached[from_[reached[to]]] = True
         assert reached.all(), "hangs"
         return len(numbers), len(ends)
+
+
+class QuorumExplorer(Explorer):
+    """Workers that share meetings: all of them are needed, but for those that left.
+
+    A program that has ended leaves, as `run` tells the servers. Patience may end in any
+    meeting: after a server has gone back, two may wait in different ones.
+    """
+
+    def __init__(self, *given, **named):
+        self.meeting = {"meet": oxs.runtime.quorum(given[0])}
+        super().__init__(*given, **named)
+        self.leaves = functools.cache(self._leaves)
+        self.closes = functools.cache(self._closes)
+
+    def held(self, server):
+        held = tuple(
+            (
+                one.global_step,
+                tuple((c.worker, c.number, self.mark(c)) for c in one.came),
+                tuple(sorted(one.dropped)),
+            )
+            for one in server._held
+        )
+        return held, tuple(sorted(server._left))
+
+    def mark(self, came):
+        return came.arrays["contribution"]["['x']"].tobytes()
+
+    def thawed(self, number, server):
+        thawed = super().thawed(number, server)
+        helds, left = self.machines.things[number].held
+        thawed._left = set(left)
+        for held, (step, came, dropped) in zip(thawed._held, helds, strict=True):
+            held.center = {k: np.asarray(x) for k, x in held.center.items()}
+            held.before, held.global_step, held.took = held.center, step, {}
+            held.came = [
+                Came(worker, 1, 1.0, count, self.marked(held, mark))
+                for worker, count, mark in came
+            ]
+            held.dropped, held.left, held.closes = set(dropped), set(left), None
+        return thawed
+
+    def marked(self, held, mark):
+        shape = held.center["['x']"].shape
+        values = np.frombuffer(mark, np.float32).reshape(shape)
+        return {"contribution": {"['x']": values}}
+
+    def _leaves(self, machine, server, worker):
+        thawed = self.thawed(machine, server)
+        thawed.leave(worker)
+        return self.frozen(thawed)
+
+    def _closes(self, machine, server, position):
+        thawed = self.thawed(machine, server)
+        thawed._held[position]._close(0.0)
+        return self.frozen(thawed)
+
+    def told(self, came):
+        """(part -> meetings, whether the push was used) of an answer, else nothing."""
+        if isinstance(came, oxs.runtime.Joined):
+            return tuple((p, x.global_step) for p, x in came.parts.items()), True
+        if isinstance(came, oxs.runtime.Reply) and not came.waiting:
+            return came.global_step, came.used
+        return None
+
+    def heard(self, program, told):
+        if told is None:
+            return program
+        met, used = told
+        pairs = [(program.now[0], met)] if isinstance(met, int) else met
+        known = program.met or (0,) * len(self.owners)
+        for part, number in pairs:
+            known = put(known, part, number)
+        late = program.late if used else (*program.late, program.now)
+        return program._replace(met=known, late=late)
+
+    def next_part(self, program, clients, left):
+        return min(left, key=lambda p: program.met[p[0]])
+
+    def _dies(self, program):
+        old = self.programs.things[program]
+        new = self.programs.things[super()._dies(program)]
+        return self.programs.number(new._replace(late=old.late))
+
+    def following(self, world):
+        for w, program in enumerate(world.programs):
+            if self.wants(program) is not None:
+                continue
+            for k, machine in enumerate(world.servers):
+                gone = self.leaves(machine, k, w)
+                if gone != machine:
+                    yield world._replace(servers=put(world.servers, k, gone))
+        for k, machine in enumerate(world.servers):
+            for at, (_, came, _) in enumerate(self.machines.things[machine].held[0]):
+                if came:
+                    short = put(world.servers, k, self.closes(machine, k, at))
+                    yield world._replace(servers=short)
+        for there in super().following(world):
+            if there != world:  # One that waits asks again, and nothing has changed.
+                yield there
+
+    def explore(self):
+        with mock.patch.object(server_module, "TOKEN_SECONDS", 0.0):
+            return super().explore()
+
+    def check(self, world):
+        everyone = tuple(range(self.workers))
+        machines = [self.machines.things[number] for number in world.servers]
+        if any(machine.held[1] != everyone for machine in machines):
+            return False
+        if not super().check(world):
+            return False
+        for number in world.programs:
+            program = self.programs.things[number]
+            for part, place in program.late:
+                owner = self.owners[part]
+                at = self.parts[owner].index(part)
+                marks = np.frombuffer(machines[owner].centers[at], np.float32)
+                assert not marks[program.worker * self.places + place], "late, not gone"
+        return True
 
 
 _laid_out = server_module.lay_out

@@ -608,7 +608,7 @@ def main():
     some = {"some": len(cells), "all": len(CELLS)}
     page.text("chosen" if len(cells) >= len(CELLS) else "some", **some)
     ray.init(
-        num_cpus=CPUS,
+        num_cpus=WORKERS,  # A place for each.
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=4 * 1024**3,

@@ -23,6 +23,7 @@ SEARCHES = {
     "loss diverges": ["diverges.md"],
     "learning rate": ["diverges.md"],
     "gradient compression": ["exchange.md"],
+    "straggler": ["decoupled.md"],
 }
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

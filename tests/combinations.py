@@ -214,7 +214,7 @@ Which options of the center rules (`diloco`, `local_sgd`, `elastic_average`, `ag
 `cross_shard`, `sync_replicas` and `gossip` refuse each other. Every pair is tried in a
 test, which writes this page: what is not in a table works. "Each `exchange=`" is all
 those under "Tried". Of a message the first sentence is shown; it goes on with what to
-do. Other wrong calls: [mistakes](../mistakes.md).
+do. Other wrong calls: [messages](messages.md).
 """
 
 

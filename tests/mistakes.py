@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 
 import optx_sync as oxs
 
-PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "messages.md"
 
 
 def loss_of(params, inputs, targets):

@@ -103,6 +103,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulate": (
         "test_simulate_sync_replicas.py",
         "test_simulate_asynchronous.py",
+        "test_simulate_decoupled.py",
         "center/test_four_drivers.py",
     ),
     "runtime": (

@@ -62,12 +62,12 @@ GROUND = {
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
     "front": files("front/: processes checkpoints step comparison"),
-    "simulate": files("simulate/: replay"),
+    "simulate": files("simulate/: clock replay"),
     "runtime": files(
-        "runtime/: messages protocol parts checkpoints server worker display metrics "
-        "shared ray_actors "
-        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own center "
-        "meeting way sync_replicas"
+        "runtime/: messages protocol parts samples checkpoints server worker display "
+        "metrics shared ray_actors "
+        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
+        "center meeting way sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.
@@ -177,18 +177,22 @@ def test_collectives_are_named_in_one_file():
     assert {name: found for name, found in named.items() if found} == {}
 
 
-def test_no_assert_and_no_environment_variable_but_that_of_xlas_threads():
+def test_no_assert_and_no_environment_variable_but_xlas_threads_and_rays_walls():
     wrong, allowed = [], []
     for name, tree in trees().items():
         for node in ast.walk(tree):  # what is read before what it is read from
             if isinstance(node, ast.Subscript) and name == "placement/workers":
                 allowed += [node.value] * (ast.unparse(node) == "os.environ['NPROC']")
+            if isinstance(node, ast.Call) and name == "runtime/ray_actors":
+                ours = "os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX'"
+                if isinstance(node.func, ast.Attribute):
+                    allowed += [node.func.value] * ast.unparse(node).startswith(ours)
             if isinstance(node, ast.Assert):
                 wrong.append(f"{name}, line {node.lineno}: assert")
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                 if node not in allowed:
                     wrong.append(f"{name}, line {node.lineno}: {node.attr}")
-    assert wrong == [] and len(allowed) == 1
+    assert wrong == [] and len(allowed) == 2
 
 
 def test_every_file_says_its_licence_and_what_it_is():

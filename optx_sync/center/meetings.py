@@ -30,6 +30,7 @@ class Quorum:
         cap: The longest time that it does, in seconds.
         merge: The `oxs.exchange` that merges the contributions; `None`: their weighted
             mean.
+        patience: The seconds after which a meeting closes with fewer than K.
 
     Raises:
         TypeError: `k` is not an integer, `grace` or `cap` not a number, `merge` not an
@@ -50,11 +51,13 @@ class Quorum:
     grace: float = 0.0
     cap: float = math.inf
     merge: Exchange | None = None
+    patience: float = 300.0
 
     def __post_init__(self) -> None:
         integer("k", self.k, "It counts contributions: pass for example 2.")
         interval("[0, inf)", "It is a share: 0.5, or 0 for none.", grace=self.grace)
-        interval("[0, inf]", "It is in seconds.", cap=self.cap)
+        mend = "It is in seconds."
+        interval("[0, inf]", mend, cap=self.cap, patience=self.patience)
         if self.merge is None:
             return
         check_exchange(self.merge)
@@ -129,6 +132,7 @@ def quorum(
     grace: float = 0.0,
     cap: float = math.inf,
     merge: Exchange | None = None,
+    patience: float = 300.0,
 ) -> Quorum:
     """A meeting closes when K workers have come, as in Decoupled DiLoCo.
 
@@ -140,6 +144,9 @@ def quorum(
         cap: The longest that it waits, in seconds.
         merge: The `oxs.exchange` that merges the contributions: a median, radial, ...
             `None`: their mean by the weights of `weigh=`.
+        patience: The seconds after which a meeting closes with those that have come,
+            however few: the others may be stopped, or, after a server went back to a
+            checkpoint, wait in another part. The run's history tells of it: "short".
 
     Returns:
         A `Quorum`.
@@ -157,4 +164,4 @@ def quorum(
     References:
         Decoupled DiLoCo, arXiv 2604.21428.
     """
-    return Quorum(k, grace, cap, merge)
+    return Quorum(k, grace, cap, merge, patience)

@@ -21,8 +21,11 @@ from optx_sync.runtime.messages import Reply as Reply
 from optx_sync.runtime.ray import run as run
 from optx_sync.runtime.ray_actors import RayConnection as RayConnection
 from optx_sync.runtime.ray_actors import start_servers as start_servers
+from optx_sync.runtime.samples import Lease as Lease
+from optx_sync.runtime.samples import Samples as Samples
 from optx_sync.runtime.server import Server as Server
 from optx_sync.runtime.worker import Connection as Connection
+from optx_sync.runtime.worker import Preempted as Preempted
 from optx_sync.runtime.worker import Worker as Worker
 from optx_sync.signatures import readable as _readable
 

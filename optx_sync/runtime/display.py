@@ -20,9 +20,9 @@ RATE_SECONDS = 30.0
 KEPT = 100_000
 # The most workers that such a line names.
 SHOWN_WORKERS = 8
-WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
+WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back", "short")
 # Events that are taken from every server; others only from the first.
-OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused", "rolled_back")
+OF_EACH_SERVER = ("started", *WARNINGS[1:])
 PUSHES = ("push", "dropped", "retry")
 
 
@@ -213,6 +213,7 @@ def line(event: Event) -> str:
         "damaged": f"{who} has a damaged checkpoint",
         "unsaved": f"{who} could not save, and goes on",
         "rolled_back": f"{who} has lost pushes",
+        "short": f"{who} waits no longer",
     }.get(event.kind, f"{event.kind}: {who}")
     message = ": " + " ".join(event.message.split()) if event.message else ""
     return what + message[:500]

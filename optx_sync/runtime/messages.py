@@ -40,6 +40,7 @@ class Push(NamedTuple):
     state: Arrays = {}  # noqa: RUF012 # only read
     place: str = ""
     met: int = -1  # the part's meetings that it has taken; -1: all
+    leases: tuple[int, ...] = ()  # the ranges of samples that it is made of
     step_seconds: float = 0.0  # seconds of one of the worker's steps
     confirms: int = (
         0  # the `Reply.number` that it took last; 0: answer with whole arrays
@@ -141,8 +142,8 @@ class Event(NamedTuple):
     """An event of a run: one entry of its history."""
 
     # started, restored, saved, damaged, unsaved, join, left, push, dropped, retry,
-    # refused, rolled_back (pushes of a worker were lost with a server), lost (a worker
-    # died; `run` says it)
+    # short (a meeting closed with too few), refused, rolled_back (pushes of a worker
+    # were lost with a server), lost (a worker died; `run` says it)
     kind: str
     worker: int  # its number, from 0; -1 for the server's own
     round: int  # the worker's, from 1; 0 before its first push, and for the server

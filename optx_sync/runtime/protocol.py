@@ -334,6 +334,8 @@ def hears(client: Client, answer: Answer) -> Client:
     if answer.epoch != client.epoch and client.phase == "save":
         return _resumed(client, Turned(*answer[:3]))
     client = client._replace(epoch=answer.epoch)
+    if answer.busy and client.sending:  # Others have to come: ask again.
+        return client._replace(phase="token", goal="token")
     if answer.busy:
         return client._replace(phase="waiting")
     match client.phase:

@@ -32,7 +32,7 @@ from optx_sync.runtime.display import (
     Seen,
     log,
 )
-from optx_sync.runtime.messages import Event
+from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.ray_actors import (
@@ -42,13 +42,14 @@ from optx_sync.runtime.ray_actors import (
     naming_what_cannot_be_sent,
     start_servers,
 )
+from optx_sync.runtime.samples import Samples
 from optx_sync.runtime.worker import Worker, shapes_of
 from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
-# Seconds until a process that did not start is started again, longer each time.
-SLOWEST_START_SECONDS = 30.0
+# Seconds until a process that did not start is started again.
+START_AGAIN_SECONDS = 1.0
 POLL_SECONDS = 0.25
 # Where memory is short, Ray first kills the newest of the actors that it may restart: a
 # worker, and not the older server beside it, which it may. The program is not started
@@ -79,6 +80,7 @@ def run(
     delay: int | None = None,
     keep_local: float | None = None,
     meet: Quorum | None = None,
+    samples: Samples | None = None,
     keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
@@ -126,6 +128,8 @@ def run(
         meet: When the center absorbs: `one()`, each push when it comes (the default);
             `quorum(3)`, the mean of 3 workers or more; a push that comes after its
             meeting is dropped, and `worker.used` False.
+        samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
+            once in an epoch whoever dies.
         keep_state: Every so many rounds a worker's inner state is sent along, for its
             successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
@@ -183,6 +187,7 @@ def run(
             checkpoint_every=checkpoint_every,
             resume=resume,
             replay=replay,
+            samples=samples,
             **settings.served(),
         )
         for actor in connection.servers:
@@ -314,11 +319,7 @@ def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> Non
         center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
-    try:
-        error.center, error.history = center, history  # type: ignore
-    except AttributeError:
-        log.warning("%s takes no attributes: the center is lost.", type(error))
-        return
+    error.center, error.history = center, history  # type: ignore
     if center is not None:
         error.add_note("The center as it was is this exception's attribute `center`.")
 
@@ -343,13 +344,11 @@ class _Supervisor:
         self.running: dict[object, int] = {}
         self.placing: dict[int, Any] = {}  # workers without a process yet
         self.placing_said = time.monotonic()
-        self.later: dict[int, float] = {}  # the time to start a worker again
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
         # Of each worker, its pushes of each part when it died last.
         self.met_at_death = [Counter[int]() for _ in range(num_workers)]
-        self.starts = [0] * num_workers  # consecutive starts without a join
         self.joins = [0] * num_workers  # joins before it was started
 
     def supervise(self) -> None:
@@ -361,21 +360,14 @@ class _Supervisor:
             )  # fmt: skip
         for index in range(self.num_workers):
             self._launch(index)
-        while self.running or self.later:
-            if self.running:
-                done, _ = self.ray.wait(list(self.running), timeout=POLL_SECONDS)
-            else:
-                done, _ = [], time.sleep(POLL_SECONDS)
+        while self.running:
+            done, _ = self.ray.wait(list(self.running), timeout=POLL_SECONDS)
             self.events.collect()
             self._tell_who_left()
             for reference in done:
                 self._over(self.running.pop(reference), reference)
             self._see_who_has_a_place()
             self._kill_who_hangs()
-            for index, when in list(self.later.items()):
-                if time.monotonic() >= when:
-                    del self.later[index]
-                    self._launch(index)
             if self.events.silence() > SILENCE_SECONDS:
                 self._say_what_for()
         self._tell_who_left()
@@ -420,47 +412,57 @@ class _Supervisor:
 
     def _over(self, index: int, reference: object) -> None:
         """Handle a worker that has returned, has died or cannot be reached."""
-        error: Exception | None = None
-        what: Any
         try:
-            how, what = self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError as raised:
-            how, what = "error", raised.as_instanceof_cause()
-        except self.ray.exceptions.RayError as raised:
-            # Raised for dead actors, those killed for memory, and those out of reach.
-            what = _WHY.get(type(raised).__name__, "its process is gone")
-            how, what, error = "died", self.hung.pop(index, what), raised
-        # Kill it before another one starts: it may be alive, and it holds its CPU.
+            unpushed = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            # Kill it before another one starts: it may be alive, and it holds its CPU.
+            self.ray.kill(self.actors.pop(index))
+            self._lost(index, error)
+            self._launch(index)
+            return
         self.ray.kill(self.actors.pop(index))
-        if how == "error":
+        if unpushed is None:
+            log.warning(
+                "Worker %d has left, as its machine goes, and handed in what it had. "
+                "It starts again where there is a place.", index,
+            )  # fmt: skip
+            self._launch(index)
+            return
+        self.returned.add(index)
+        if unpushed:
+            log.warning(
+                "Worker %d has ended, and its last %d steps are not in the center: "
+                "communication_period has not passed. Call worker.flush() at the end "
+                "of worker_fn.", index, unpushed,
+            )  # fmt: skip
+
+    def _lost(self, index: int, error: Exception) -> None:
+        """Tell of a worker that is lost; raise if the run does not bear it."""
+        exceptions = self.ray.exceptions
+        raised = exceptions.RayTaskError, exceptions.UnserializableException
+        cause: Any = getattr(error, "cause", error)  # what `worker_fn` has raised
+        if not isinstance(error, raised):
+            # Raised for dead actors, those killed for memory, and those out of reach.
+            why = _WHY.get(type(error).__name__, "its process is gone")
+            why = self.hung.pop(index, why)
+        elif isinstance(cause, PushRefused):
+            why = str(cause)
+        else:
             self.failures += 1
             if self.failures > self.limits.max_failures:
-                raise what
-            error = what
-            what = f"{type(error).__name__}: {error} (failure {self.failures} of "
-            what += f"{self.limits.max_failures} that the run bears)"
-        what = what if error is None else f"{what}; more in {_filed(error)}"
-        if how == "done":
-            self.returned.add(index)
-            if what:
-                log.warning(
-                    "Worker %d has ended, and its last %d steps are not in the center: "
-                    "communication_period has not passed. Call worker.flush() at the "
-                    "end of worker_fn.",
-                    index,
-                    what,
-                )
-            return
-        self.events.lost(index, str(what))
-        counts = self.events.seen.counts
-        if how == "died" and counts["join", index] == self.joins[index]:
+                cause.add_note(f"In a worker:\n{error}")
+                raise cause from None
+            why = f"{type(cause).__name__}: {cause} (failure {self.failures} of "
+            why += f"{self.limits.max_failures} that the run bears)"
+        why += f"; more in {_filed(error)}"
+        self.events.lost(index, why)
+        joins = self.events.seen.counts["join", index]
+        if joins == self.joins[index] and not isinstance(error, raised):
             # Its program has not begun: the machine is full, or a node is gone.
-            self.starts[index] += 1
-            wait = min(0.5 * 2 ** self.starts[index], SLOWEST_START_SECONDS)
-            log.warning("Worker %d did not start; again in %.0f s.", index, wait)
-            self.later[index] = time.monotonic() + wait
+            said = "Worker %d did not start; again in %.0f s."
+            log.warning(said, index, START_AGAIN_SECONDS)
+            time.sleep(START_AGAIN_SECONDS)
             return
-        self.starts[index] = 0
         met, before = self.events.met[index].copy(), self.met_at_death[index]
         # A round of several parts is one where none of them was refused.
         turns = self.connection.layout.turns
@@ -470,9 +472,8 @@ class _Supervisor:
         if self.deaths[index] >= DEATHS_WITHOUT_A_ROUND:
             raise RuntimeError(
                 f"Worker {index} died {self.deaths[index]} times without a round "
-                f"between; the last time because: {what}"
-            ) from (error if how == "error" else None)
-        self._launch(index)
+                f"between; the last time because: {why}"
+            ) from (cause if isinstance(error, raised) else None)
 
     def _kill_who_hangs(self) -> None:
         limit = self.limits.worker_timeout
@@ -496,9 +497,7 @@ class _Supervisor:
                     self.connection.servers[number].call.remote("leave", index)
 
     def _say_what_for(self) -> None:
-        waiting = [
-            self.events.how(index) for index in sorted(self.running.values())
-        ] + [f"worker {index}, which is started again soon" for index in self.later]
+        waiting = [self.events.how(index) for index in sorted(self.running.values())]
         waiting += self.events.silent_servers()
         log.warning("The run waits for %s.", "; ".join(waiting))
         self.events.heard = time.monotonic()
@@ -517,14 +516,6 @@ def _filed(error: BaseException) -> str:
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(f"{time.ctime()}\n{''.join(traceback.format_exception(error))}\n")
     return str(path)
-
-
-# What is said of a worker that has not pushed, by its state.
-_IS = {
-    "starting": "is starting",
-    "joined": "has joined and not pushed yet",
-    "ended": "has ended",
-}
 
 
 class _Events:
@@ -664,7 +655,7 @@ class _Events:
         """The state of a worker, for the log."""
         last = self.seen.last.get(worker)
         if last is None:
-            return f"worker {worker}, which {_IS[self.seen.state(worker)]}"
+            return f"worker {worker} ({self.seen.state(worker)}, no push yet)"
         seconds = time.time() - last.time
         return (
             f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "

@@ -10,11 +10,10 @@ import contextlib
 import functools
 import os
 import pathlib
-import pickle
+import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +35,10 @@ from optx_sync.runtime.checkpoints import (
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
+from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
-from optx_sync.runtime.worker import Worker, log, shapes_of
+from optx_sync.runtime.worker import Preempted, Worker, log, shapes_of
 from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -59,6 +59,7 @@ def start_servers(
     fragments: Fragments | None = None,
     delay: int | None = None,
     meet: Quorum | None = None,
+    samples: Samples | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
     resume: bool = True,
@@ -78,6 +79,7 @@ def start_servers(
         fragments: See `run`.
         delay: See `run`.
         meet: See `run`.
+        samples: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
         resume: See `run`.
@@ -130,6 +132,7 @@ def start_servers(
             "inner": None if way.of_center else inner,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
+            "samples": None if number else samples,
             "number": number,
             "num_servers": num_servers,
         }
@@ -145,7 +148,7 @@ def start_servers(
     connection = RayConnection(servers, shapes, way.fragments, kept, saved_in)
     values = ray.put(jax.tree.map(np.asarray, params))
     try:
-        connection.of_all(lambda server: server.begin.remote(values))
+        connection.ask_servers(lambda server: server.begin.remote(values))
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -267,6 +270,14 @@ class RayConnection:
 
         return Pending(answer, talk.has_ended, talk.hand_in)
 
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """See `Server.lease`; what may be sent again is held as well."""
+        kept = self._pushes.get((worker, 0), {}).values()
+        holds = [*holds, *(number for push in kept for number in push.leases)]
+        return self.call("lease", worker, incarnation, holds, count, of=(0,))[0]
+
     def asked(self, worker: int, part: int, met: int) -> bool:
         """See `Server.asked`: by a call that waits at the server while this returns."""
         ray, key = import_ray(), (worker, part, met)
@@ -365,28 +376,29 @@ class RayConnection:
                 f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
             ) from error
 
-    def call(self, name: str, *arguments: object) -> list[Any]:
-        """What a method of `Server` returns, from all servers."""
-        return self.of_all(lambda server: server.call.remote(name, *arguments))
+    def call(
+        self, name: str, *arguments: object, of: Sequence[int] | None = None
+    ) -> list[Any]:
+        """What a method of `Server` returns, from all servers or those numbered."""
+        return self.ask_servers(lambda one: one.call.remote(name, *arguments), of)
 
-    def of_all(self, ask: Callable[[Any], Any]) -> list[Any]:
-        """All servers' answers; a server that died is asked again."""
+    def ask_servers(
+        self, ask: Callable[[Any], Any], of: Sequence[int] | None = None
+    ) -> list[Any]:
+        """The servers' answers; a server that died is asked again."""
+        numbers = range(len(self.servers)) if of is None else of
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         answers = {}
-        while len(answers) < len(self.servers):
-            asked = {
-                number: ask(server)
-                for number, server in enumerate(self.servers)
-                if number not in answers
-            }
+        while len(answers) < len(numbers):
+            asked = {n: ask(self.servers[n]) for n in numbers if n not in answers}
             for number, reference in asked.items():
                 try:
                     answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
                     self.may_come_back(ray, error, deadline)
                     time.sleep(PAUSE_SECONDS)
-        return [answers[number] for number in range(len(self.servers))]
+        return [answers[number] for number in numbers]
 
 
 class _Conversation:
@@ -458,8 +470,6 @@ class _Conversation:
                 self._payload = came
             if client.phase == "save" and client.tries:
                 self._rests_until = time.monotonic() + PAUSE_SECONDS
-            if client.phase == "waiting" and client.goal in ("send", "token"):
-                client = client._replace(phase="token", goal="token")
             self._client = client
         finally:
             line.busy = False
@@ -523,7 +533,7 @@ class ServerActor:
         return answer
 
     def _listen(self, line: Line, worker: int) -> None:
-        """Pending a worker's messages through its pipes until it is gone."""
+        """Answer a worker's messages through its pipes until it is gone."""
         try:
             while True:
                 line.say(self._answered(line, worker, line.hear()))
@@ -545,28 +555,41 @@ class WorkerActor:
     def is_here(self) -> None:
         """Answered once there is a process."""
 
-    def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
-        """Run it: "done", "refused" or "error", and the details."""
-        worker: Worker | None = None
+    def run(self, index: int, start: tuple[Any, ...]) -> int | None:
+        """Run it: how many steps it has not pushed; `None` if it left on notice."""
+        told = _Notice()
         worker_fn, connection, params, inner, agreement, options = start
+        worker = Worker(connection, params, inner, agreement, index=index, **options)
         try:
-            worker = Worker(
-                connection, params, inner, agreement, index=index, **options
-            )
+            told.worker, worker.preempted = worker, told.came
             worker_fn(worker)
-            connection.leave(index)  # Nobody waits for this worker any more.
-            worker.land()
-        except PushRefused as error:
-            return "refused", str(error)
-        except SystemExit as error:
+        except Preempted:
+            connection.leave(index)
+            connection.finish(index)
+            return None
+        except SystemExit as error:  # Ray would take the process for dead.
             if error.code not in (None, 0):
-                return "error", RuntimeError(
+                raise RuntimeError(
                     f"Worker {index} left with sys.exit({error.code!r})."
-                )
-        except Exception as error:
-            return "error", portable(error)
+                ) from None
+        connection.leave(index)  # Nobody waits for this worker any more.
+        worker.land()
         connection.finish(index)
-        return "done", worker.unpushed if worker else 0
+        return worker.unpushed
+
+
+class _Notice:
+    """A SIGTERM, with which clouds announce that a machine goes, tells the worker."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.came: bool = False  # while the worker starts, too
+        signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        self.came = True
+        if self.worker is not None:
+            self.worker.preempted = True
 
 
 @contextlib.contextmanager
@@ -584,20 +607,6 @@ def naming_what_cannot_be_sent(**things: object) -> Iterator[None]:
                     "Make such an object inside of the function that uses it."
                 ) from None
         raise
-
-
-def portable(error: Exception) -> Exception:
-    """An exception that survives pickling; some can be written but not read."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        cloudpickle = import_ray().cloudpickle
-        copy = pickle.loads(cloudpickle.dumps(error))
-        if type(copy) is not type(error):
-            raise TypeError(type(copy))
-    except Exception:
-        return RuntimeError(f"worker_fn raised {type(error).__name__}: {error}\n{text}")
-    copy.add_note(f"In a worker:\n{text}")
-    return copy
 
 
 def _raised(answer: Any) -> Any:

@@ -41,6 +41,7 @@ from optx_sync.runtime.messages import (
 )
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
+from optx_sync.runtime.samples import Lease, Ledger, Samples
 from optx_sync.trees import Tree
 
 # Seconds that a worker may wait for its token before it must ask again: few, since the
@@ -76,6 +77,7 @@ class Server:
         fragments: The parts that meet one after the other; see `run`.
         delay: The workers' steps from a push until they take the answer.
         meet: When a meeting is full; see `run`.
+        samples: What workers lease, at the first server; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
             server continues from the last one that can be read.
@@ -107,6 +109,7 @@ class Server:
         fragments: Fragments | None = None,
         delay: int | None = None,
         meet: Quorum | None = None,
+        samples: Samples | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
         resume: bool = True,
@@ -159,13 +162,14 @@ class Server:
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
+        self._ledger: Ledger | None = None if samples is None else Ledger(samples)
         picked = {part: self.layout.pick(params, part) for part in self.parts}
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
         if not comes_back:
             self.check_writable()
-        if self._go_on(picked):
+        if self._go_on(picked, comes_back):
             return
         if comes_back:
             raise RuntimeError(
@@ -201,6 +205,8 @@ class Server:
             if worker not in self._left:
                 self._left.add(worker)
                 self._note("left", worker)
+                if self._ledger is not None:
+                    self._ledger.gone(worker)
             for held in self._held:
                 held.release(self._left)
             self._changed.notify_all()
@@ -278,6 +284,20 @@ class Server:
             self._wait(held, lambda: not held.asks(worker, met), seconds)
             return held.asks(worker, met)
 
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """Hand out ranges of samples; `None`: ask again soon. See `Ledger.lease`."""
+        with self._changed:
+            if self._ledger is None:
+                raise ValueError(
+                    "There are no samples to lease. Pass samples=oxs.runtime.Samples("
+                    "total, batch) to run."
+                )
+            if incarnation < self._book.entries[worker].incarnation:
+                return []  # Its successor has them.
+            return self._ledger.lease(worker, holds, count)
+
     def _wait(self, held: Held, waits: Callable[[], bool], seconds: float) -> None:
         """Wait while this holds; a meeting may close meanwhile, by the clock."""
         end, step = time.monotonic() + seconds, held.global_step
@@ -324,6 +344,10 @@ class Server:
         Events before `since` are dropped.
         """
         with self._changed:
+            for part, held in zip(self.parts, self._held, strict=True):
+                while held.short:
+                    what = f"A meeting of part {part} is short: {held.short.pop(0)}."
+                    self._note("short", -1, message=what)
             since = since if boot == self._boot else 0
             del self._events[: max(since - self._forgotten, 0)]
             self._forgotten = max(self._forgotten, since)
@@ -405,6 +429,8 @@ class Server:
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
+        if self._ledger is not None:
+            self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
@@ -437,6 +463,9 @@ class Server:
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
+        if self._ledger is not None:
+            settle = self._ledger.absorbed if reply.used else self._ledger.dropped
+            settle(push.leases)
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
@@ -476,6 +505,7 @@ class Server:
                     "entries": self._book.entries,
                     "local_steps_of_workers": self._local_steps,
                     "places_of_workers": self._places,
+                    **({"ledger": self._ledger.saved()} if self._ledger else {}),
                 },
             )
         except Exception as error:  # A full disk, for example: try again later.
@@ -487,7 +517,7 @@ class Server:
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
-    def _go_on(self, picked: dict[int, Tree]) -> bool:
+    def _go_on(self, picked: dict[int, Tree], comes_back: bool) -> bool:
         """Restore the newest checkpoint that can be read."""
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -516,6 +546,9 @@ class Server:
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = protocol.restored(self._book, entries, saved)
+            if self._ledger is not None and "ledger" in notes:
+                joined = {w for w, entry in enumerate(entries) if entry.incarnation}
+                self._ledger.restore(notes["ledger"], joined if comes_back else set())
             self._note("restored", -1, message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():

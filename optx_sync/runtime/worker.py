@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
@@ -24,9 +25,12 @@ from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.samples import Lease
 from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
+# How many ranges of samples a worker leases at once.
+LEASES_AHEAD = 8
 
 
 class Connection(Protocol):
@@ -48,9 +52,19 @@ class Connection(Protocol):
         """
         ...
 
+    def lease(
+        self, worker: int, incarnation: int, holds: list[int], count: int
+    ) -> list[Lease] | None:
+        """Get ranges of samples (see `Server.lease`)."""
+        ...
+
     def asked(self, worker: int, part: int, met: int) -> bool:
         """Whether to push a part now (see `Server.asked`), without waiting."""
         ...
+
+
+class Preempted(SystemExit):
+    """The worker was told that its machine goes: it has handed in all that it has."""
 
 
 class _Sent(NamedTuple):
@@ -58,6 +72,7 @@ class _Sent(NamedTuple):
 
     answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
+    leases: tuple[int, ...]  # the ranges of samples that it is made of
     begin: float
 
 
@@ -90,7 +105,8 @@ class Worker:
 
     Attributes:
         index: The worker's number, from 0 on.
-        params: The current parameters: compute the next gradient at these.
+        params: The current parameters: compute the next gradient at these. Those of an
+            earlier step, and gradients, stay readable for whoever keeps them.
         local_step: Steps so far. A worker that replaces one that died continues from
             the step of the last round.
         rounds: Pushes that were absorbed, including its predecessors'; `lost` of them
@@ -105,6 +121,8 @@ class Worker:
         place: Notes of the program for its successor, such as its position in the data:
             anything that JSON holds. They are sent with each push; a worker that
             replaces this one finds here what was sent with the last one.
+        preempted: Set it once a notice has come that the machine goes, as `run` does at
+            a SIGTERM: the next step hands in what it has and raises `Preempted`.
         lost: Pushes of this worker that were lost with a server: applied after its last
             checkpoint, and without `replay`.
         connection: As given.
@@ -163,6 +181,7 @@ class Worker:
         self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True
+        self.preempted: bool = False
         self.staleness: int = 0
         self.lost: int = 0
         self._flushed: int = 0  # the step at which it was flushed last
@@ -197,6 +216,7 @@ class Worker:
             RuntimeError: Something other than `PushRefused` interrupted the last step:
                 whether its push was applied is not known. `pull` first.
             ValueError: Gradients that do not match the parameters.
+            Preempted: The worker is `preempted`.
         """
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
@@ -207,6 +227,9 @@ class Worker:
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
+            if self._lease is not None:
+                self._walked.append(self._lease.number)
+                self._lease = None
             at_once = said is not None and self._sent is None
             self._own.step(grads, self._turn if at_once else ())
             if self._own.steps >= self._delay or (due and not self._shared):
@@ -215,6 +238,42 @@ class Worker:
                 self._set_out(self._turn, *said)
                 if not self._delay:
                     self._land()
+        if self.preempted:
+            self.flush()
+            raise Preempted
+
+    def samples(self) -> Iterator[Lease]:
+        """The samples of each step, leased from the servers until all are counted.
+
+        A step with them is to follow each. At the end comes `flush`: a range is done
+        once the push that its step is part of has been absorbed, and what this worker
+        has not pushed goes to another one.
+
+        Raises:
+            ValueError: The run has no `samples=`.
+        """
+        while True:
+            while not self._leases:
+                ahead = self.connection.lease(
+                    self.index, self.incarnation, self._holds(), LEASES_AHEAD
+                )
+                if ahead == []:
+                    return
+                self._leases.extend(ahead or ())
+                if not ahead:
+                    time.sleep(0.02)
+            self._lease = self._leases.popleft()
+            yield self._lease
+
+    def _holds(self) -> list[int]:
+        """The numbers of the ranges that are not known to be absorbed."""
+        now = () if self._lease is None else (self._lease,)
+        sent = self._sent.leases if self._sent is not None else ()
+        return [
+            *(lease.number for lease in (*now, *self._leases)),
+            *self._walked,
+            *sent,
+        ]
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -313,6 +372,8 @@ class Worker:
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
         size += bytes_of(state)
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
+        first = [part for part in parts if not self.layout.owners[part]][:1]
+        leases = tuple(self._walked) if first else ()
         for part, (arrays, steps) in outgoing.items():
             push = Push(
                 worker=self.index,
@@ -331,21 +392,24 @@ class Worker:
                 place=place,
                 confirms=self._confirms[part],
                 met=self._steps[part],
+                leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
             state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
+        if first:
+            self._walked = []
         if self._sent is not None:
             answers = self._sent.answers | answers
-            tokens = self._sent.tokens | tokens
-        self._sent = _Sent(answers, tokens, begin)
+            tokens, leases = self._sent.tokens | tokens, self._sent.leases + leases
+        self._sent = _Sent(answers, tokens, leases, begin)
 
     def _land(self, wait: bool = True) -> None:
         """Take the answers; without `wait` those that are there."""
         if self._sent is None:
             return
-        answers, tokens, begin = self._sent
+        answers, tokens, leases, begin = self._sent
         refused, first = None, len(answers) == len(tokens)
         for part, answer in list(answers.items()):
             if not (wait or answer.is_there()):
@@ -356,6 +420,8 @@ class Worker:
             except PushRefused as error:
                 self._own.give_back(part)
                 self._tokens[part] += tokens[part]
+                if not self.layout.owners[part]:
+                    self._walked += leases
                 refused = error
                 continue
             self._hear(part, reply)
@@ -389,6 +455,11 @@ class Worker:
         # When it pushed last: the step, and the time.
         self._paced: tuple[int, float] = joined.local_step, time.perf_counter()
         self._sent: _Sent | None = None
+        # Ranges of samples: of the next step, of later ones, and of those made since
+        # the last push to the first server.
+        self._lease: Lease | None = None
+        self._leases: deque[Lease] = deque()
+        self._walked: list[int] = []
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
         self._steps: dict[int, int] = {
             part: x.global_step for part, x in joined.parts.items()

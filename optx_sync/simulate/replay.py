@@ -2,7 +2,7 @@
 """Replay events in a given order under `jax.lax.scan`, and record their history."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ from optx_sync.trees import Tree
 GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
 Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None
 
-Event: TypeAlias = tuple[jax.Array, jax.Array]  # (the worker, the event's index)
+Event: TypeAlias = tuple[Any, jax.Array]  # (what it is, its index)
 State = TypeVar("State")
 
 # What `record=None` may keep, in bytes: 256 MB.
@@ -27,18 +27,18 @@ def replay(
     advance: Callable[[State, Event], tuple[State, tuple[jax.Array, ...]]],
     view: Callable[[State], tuple[Tree, ...]],
     state: State,
-    workers: jax.Array,
+    events: Tree,
     record: Record,
-) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, jax.Array]:
+) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, np.ndarray]:
     """Advance by each event, and keep the views of those that `record` asks for.
 
     Args:
-        advance: `(state, (worker, event)) -> (state, small values)`; `event` is the
-            index of `worker` in `workers`.
+        advance: `(state, (event, number)) -> (state, small values)`; `number` is the
+            index of `event` in `events`.
         view: Returns the trees of a state that may be kept. A function `record` gets
             the first two, and only its results are kept.
         state: The state before the first event.
-        workers: The worker of each event.
+        events: [T, ...], arrays that describe each event, for example its worker.
         record: As the user gave it.
 
     Returns:
@@ -46,6 +46,7 @@ def replay(
         event, the views of the events that are kept, the results of the function
         `record` for them or `None`, and their numbers.
     """
+    number = len(jax.tree.leaves(events)[0])
     every = 1 if callable(record) or record == "all" else record
 
     def kept(state):
@@ -59,25 +60,27 @@ def replay(
         size = sum(x.size * x.dtype.itemsize for x in shapes)
         room = KEPT_BYTES // max(size, 1)
         # The smallest period for which all views fit.
-        every = len(workers) // (room + 1) + 1
+        every = number // (room + 1) + 1
     every = integer(
         "record",
         every,
         "Pass None, 'all', every how many events to keep, or a function of parameters "
         "and averages (or center).",
     )
-    events = workers, jnp.arange(len(workers), dtype=jnp.int32)
-    chunks = len(workers) // every
-    viewed = every - 1 + every * jnp.arange(chunks, dtype=jnp.int32)
+    events = events, jnp.arange(number, dtype=jnp.int32)
+    chunks = number // every
+    viewed = every - 1 + every * np.arange(chunks, dtype=np.int32)
 
     def advance_chunk(state, of_chunk):
         state, values = jax.lax.scan(advance, state, of_chunk)
         return state, (values, kept(state))
 
-    first = jax.tree.map(lambda x: x[: chunks * every].reshape(chunks, every), events)
+    first = jax.tree.map(
+        lambda x: x[: chunks * every].reshape(chunks, every, *x.shape[1:]), events
+    )
     state, (values, (views, recorded)) = jax.lax.scan(advance_chunk, state, first)
     values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
-    if chunks * every < len(workers):  # events after the last view
+    if chunks * every < number:  # events after the last view
         rest = jax.tree.map(lambda x: x[chunks * every :], events)
         state, of_rest = jax.lax.scan(advance, state, rest)
         values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks.explorer import Explorer
+from benchmarks.explorer import Explorer, QuorumExplorer
 from optx_sync.runtime import protocol
+from optx_sync.runtime.agreements.meeting import Meetings
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,29 @@ def test_every_order_of_events_with_one_death_and_one_lost_message(
     """
     worlds, ends = Explorer(workers, owners, replay, rounds).explore()
     assert worlds > least and ends > least / 4
+
+
+@pytest.mark.parametrize(
+    ("owners", "rounds", "least"), [((0,), 2, 20_000), ((0, 1), 1, 30_000)], ids=str
+)
+def test_every_order_of_events_of_two_workers_that_share_meetings(
+    owners, rounds, least
+):
+    """The same, with meetings that may close early; `make faults` goes further."""
+    worlds, ends = QuorumExplorer(2, owners, rounds=rounds).explore()
+    assert worlds > least and ends > least / 4
+
+
+def test_exploration_finds_contributions_that_a_checkpoint_lacks(monkeypatch):
+    save = Meetings.save
+
+    def forgetful(held):
+        arrays, notes = save(held)
+        return arrays, {**notes, "came": []}
+
+    monkeypatch.setattr(Meetings, "save", forgetful)
+    with pytest.raises(AssertionError, match="lost without a word"):
+        QuorumExplorer(2, (0,), rounds=1).explore()
 
 
 def test_exploration_finds_a_push_that_is_applied_twice(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Event, Push, PushRefused, ray_actors, server
+from optx_sync.runtime import Push, PushRefused, ray_actors, server
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 
@@ -55,6 +55,7 @@ class RayHere:
     exceptions = types.SimpleNamespace(
         RayTaskError=TimeoutError, RayError=ConnectionError,
         RayActorError=ConnectionError, ActorDiedError=ConnectionAbortedError,
+        UnserializableException=TimeoutError,
     )  # fmt: skip
 
     def __init__(self):
@@ -65,6 +66,8 @@ class RayHere:
         return value
 
     def get(self, ref):
+        if isinstance(ref.value, ConnectionError):
+            raise ref.value
         return ref.value
 
     def cluster_resources(self):
@@ -123,8 +126,8 @@ def test_a_round_counts_where_all_its_parts_were_taken(ray, whole):
     connection = servers_of(2)
     supervisor, events = supervisor_of(ray, connection)
     joined = connection.join(0)
-    refused = Ref()
-    refused.value = "refused", "it holds a NaN"
+    died = Ref()
+    died.value = ConnectionError("it is gone")
     for life in range(1, on_ray.DEATHS_WITHOUT_A_ROUND + 1):
         connection.push(push(life, joined, 0))
         if whole:
@@ -134,11 +137,11 @@ def test_a_round_counts_where_all_its_parts_were_taken(ray, whole):
                 connection.push(push(1, joined, 1, np.nan))
         events.collect()
         if life < on_ray.DEATHS_WITHOUT_A_ROUND or whole:
-            supervisor._over(0, refused)
+            supervisor._over(0, died)
             assert supervisor.deaths[0] == (1 if whole else life)
     if not whole:
         with pytest.raises(RuntimeError, match="died 5 times without a round"):
-            supervisor._over(0, refused)
+            supervisor._over(0, died)
 
 
 def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
@@ -288,10 +291,3 @@ def test_what_cannot_be_sent_is_named_and_not_shown():
     ):
         with ray_actors.naming_what_cannot_be_sent(**things):
             raise TypeError("it holds " + "numbers, " * 9999)
-
-
-def test_what_a_run_waits_for_reads_well(ray):
-    _, events = supervisor_of(ray, servers_of(1), workers=2)
-    for state, said in (("lost", "is starting"), ("join", "has joined and not pushed")):
-        events.seen.add([Event(state, 0, 0, 0, 0, 0, 0.0, {})])
-        assert events.how(0).startswith(f"worker 0, which {said}")

@@ -172,10 +172,10 @@ class Center:
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
-                "steps": jnp.int32(push.steps),
-                "staleness": jnp.int32(self.staleness(worker)),
-                "tokens": jnp.float32(push.tokens),
-                "num_pushed": jnp.int32(push.round),
+                "steps": np.int32(push.steps),
+                "staleness": np.int32(self.staleness(worker)),
+                "tokens": np.float32(push.tokens),
+                "num_pushed": np.int32(push.round),
             }
             center, outer, squares, counts = self._step(
                 before, self.outer, spare, self.spare_outer, sent, known
@@ -246,6 +246,8 @@ class Center:
     def staleness(self, worker: int) -> int:
         """The rounds since a worker last took the center that were not dropped."""
         return self.applied - self.seen[worker]
+
+    short: list[str] = []  # noqa: RUF012 # only read: no meeting waits for others
 
     def settle(self) -> float:
         """A push is absorbed when it comes: there is nothing to wait for."""

@@ -60,10 +60,11 @@ class Meetings(Center):
         self.came: list[Came] = []
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
-        self.used: list[bool] = [True] * self.at.num_workers
+        self.dropped: set[int] = set()  # workers whose last contribution was dropped
         self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
         self.opened: float = 0.0  # the time at which the first one came
         self.closes: float | None = None  # the end of the grace, once enough have come
+        self.short: list[str] = []  # of meetings that closed with too few
         self.step_seconds: float = 0.0  # of the fastest that has come
         self.sync_seconds: float = 0.0  # what the last meeting took to merge
         self._meet: Any = jax.jit(self._run_meet)
@@ -76,9 +77,11 @@ class Meetings(Center):
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Take a contribution for the meeting that is open, or drop it as late."""
         self.settle()
-        self.used[worker] = push.met in (-1, self.global_step)
         self.took[worker] = push.confirms
-        if self.used[worker]:
+        if push.met not in (-1, self.global_step):
+            self.dropped.add(worker)
+        else:
+            self.dropped.discard(worker)
             now = self.clock()
             if not self.came:
                 self.opened, self.step_seconds = now, push.step_seconds
@@ -91,13 +94,23 @@ class Meetings(Center):
             self.came.append(Came(worker, push.steps, push.tokens, push.round, arrays))
         return self.reply_again(worker)
 
+    def join(self, worker: int) -> None:
+        """Note that a worker starts and takes the center; it is waited for again."""
+        super().join(worker)
+        self.left.discard(worker)
+
     def settle(self) -> float:
         """Close the meeting if it is time; the seconds until it closes by itself."""
         workers = {one.worker for one in self.came}
         present = set(range(self.at.num_workers)) - self.left
-        if not self.quorum.is_full(len(workers), len(present)):
-            return math.inf
         now = self.clock()
+        if not self.quorum.is_full(len(workers), len(present)):
+            waits = self.opened + self.quorum.patience - now if workers else math.inf
+            if waits > 0:
+                return waits
+            need = self.quorum.required(len(present))
+            self.short.append(f"it closed with {len(workers)} of {need} workers")
+            self.closes = now
         if self.closes is None:
             seconds = self.quorum.grace_seconds(
                 self.step_seconds, self.delay, now - self.opened, self.sync_seconds
@@ -123,8 +136,7 @@ class Meetings(Center):
             self.global_step += 1
             self.applied += 1
         else:  # The center would overflow: all contributions are dropped, and told so.
-            for one in came:
-                self.used[one.worker] = False
+            self.dropped |= {one.worker for one in came}
         self.sync_seconds = self.clock() - now
 
     def _run_meet(self, center, outer, sent, known):
@@ -152,9 +164,10 @@ class Meetings(Center):
         if self.is_waiting(worker):
             return Reply({}, self.global_step, 0, waiting=True)
         self.seen[worker] = self.applied
-        before = self.before if self.used[worker] else self.center
+        used = worker not in self.dropped
+        before = self.before if used else self.center
         reply = self._reply(worker, before, self.took.pop(worker, 0))
-        return reply._replace(used=self.used[worker])
+        return reply._replace(used=used)
 
     def asks(self, worker: int, met: int) -> bool:
         """Whether to push now: a meeting is open, or has closed without this worker.
@@ -188,15 +201,14 @@ class Meetings(Center):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
         came = [(one.worker, one.steps, one.tokens, one.number) for one in self.came]
-        return arrays, {**notes, "came": came, "used": self.used}
+        dropped = sorted(self.dropped)
+        return arrays, {**notes, "came": came, "dropped": dropped}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
         super().load(arrays, notes)
         self.before, self.closes, self.opened = self.center, None, self.clock()
-        # Pushes are sent again whose answers have gone with the server.
-        workers = self.at.num_workers
-        self.used = [*notes.get("used", ()), *[True] * workers][:workers]
+        self.dropped = set(notes.get("dropped", ()))
         self.came = []
         for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}

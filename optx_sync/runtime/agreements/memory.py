@@ -49,6 +49,7 @@ class Sharing:
         self._compiled: Any = jax.jit(
             self._traced, static_argnums=0, donate_argnums=3, keep_unused=True
         )
+        self._known: dict[Hashable, tuple[Tree, Tree]] = {}  # where all is known
 
     def _traced(self, fixed: Hashable, passing: Tree, read: Tree, donated: Tree):
         held, shown = self._function(fixed, passing, read, donated)
@@ -63,7 +64,11 @@ class Sharing:
         self, fixed: Hashable, passing: Tree, read: Tree, donated: Tree = ()
     ) -> tuple[Tree, Tree]:
         """Run it: (held, shown)."""
-        held, shown = self._compiled(fixed, passing, read, donated)
+        key = fixed, jax.tree.structure((passing, read, donated))
+        results = self._known.get(key) or self._compiled(fixed, passing, read, donated)
+        if not jax.tree.leaves(results):
+            self._known[key] = results
+        held, shown = results
         known = jax.tree.leaves((passing, held))
         is_known = lambda x: isinstance(x, _Known)  # noqa: E731
         return held, jax.tree.map(
@@ -72,32 +77,31 @@ class Sharing:
 
 
 class _Lent:
-    """Memory that goes back to its owner when the last array in it is gone."""
+    """Memory that is free again when the last array in it is gone."""
 
-    def __init__(self, memory: np.ndarray, free: dict[int, list[np.ndarray]]):
-        self.memory, self.free = memory, free
+    def __init__(self, memory: np.ndarray, owner: "Received"):
+        self._memory, self._owner = memory, owner
         self.__array_interface__ = memory.__array_interface__
 
     def __del__(self):
-        self.free[self.memory.size].append(self.memory)
+        self._owner.free[self._memory.size].append(self._memory)
 
 
 class Received:
     """Copies of received arrays, in memory that is used again.
 
-    Received arrays may be views that the next message overwrites. A copy's memory is
+    Received arrays may be views, which the next message overwrites. A copy's memory is
     used again once nobody has an array in it any more: the user, NumPy or a program.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)  # by size, in bytes
 
     def tree(self, arrays: Arrays, shapes: Tree) -> Tree:
         """A tree of JAX arrays with these values."""
-        found = tree_of(arrays, shapes)
-        # What is free now and not needed is let go: nobody may ever need it.
-        free, self._free = self._free, defaultdict(list)
-        leaves, treedef = jax.tree.flatten(found)
+        leaves, treedef = jax.tree.flatten(tree_of(arrays, shapes))
+        # What is free and is not needed now is let go: who kept it is done with it.
+        free, self.free = self.free, defaultdict(list)
         small = [x for x in leaves if x.nbytes < SMALL_BYTES]
         copies = iter(jax.block_until_ready(_copied(small)))
         large = [self._copy(x, free) for x in leaves if x.nbytes >= SMALL_BYTES]
@@ -107,11 +111,11 @@ class Received:
         )
 
     def _copy(self, array: np.ndarray, free: dict[int, list[np.ndarray]]) -> np.ndarray:
-        size = array.nbytes
-        memory = free[size].pop() if free[size] else _aligned(size)
-        copy = np.asarray(_Lent(memory, self._free)).view(array.dtype)
-        np.copyto(copy, array.reshape(-1))
-        return copy.reshape(array.shape)
+        of_size = free[array.nbytes]
+        memory = of_size.pop() if of_size else _aligned(array.nbytes)
+        copy = np.asarray(_Lent(memory, self)).view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
 
 
 @jax.jit

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker holds of its own under a rule: steps, what it sends, what it takes."""
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ def traffic(rule: CenterRule) -> Traffic:
 class _Sent(NamedTuple):
     """A push of a part, under way."""
 
-    steps: int
+    steps: int  # since the one before
     summed: Tree  # what was summed up; comes back if the push is refused
     contributed: Tree
     arrays: dict[str, Arrays]
@@ -124,10 +125,9 @@ class OfCenter:
         self.sent: dict[int, _Sent] = {}  # by part
         self.received: list[Received] = [Received() for _ in parts]
         # Arrays that no user has seen and that nobody needs any more: of each part what
-        # was summed up and contributed, and parameters by the number of their leaf.
+        # was summed up and contributed; and parameters that were replaced at once.
         self.spare: dict[int, tuple[Tree, Tree]] = {}
-        self.spare_params: dict[int, jax.Array] = {}
-        self.hidden: bool = False  # whether no user can have seen the parameters
+        self.unseen: Tree = None
 
     def place(self, place: contract.Place) -> None:
         """Shard all arrays over devices."""
@@ -170,23 +170,23 @@ class OfCenter:
         ages = {part: self.ages[part] for part in parts}
         codes = {part: self.codes[part] for part in parts}
         spare = {part: self.spare.pop(part, None) or self._empty(part) for part in ages}
-        self.hidden = self.hides and walks and bool(parts)
-        walked = ()
-        if self.hidden:
-            leaves, treedef = jax.tree.flatten(self.params)
-            unseen, self.spare_params = self.spare_params, {}
-            walked = treedef.unflatten(
-                unseen[i] if i in unseen else jnp.zeros_like(leaf)
-                for i, leaf in enumerate(leaves)
-            )
+        # Answers replace all parameters of a push, unless it was refused or dropped.
+        if any(map(operator.is_, *map(jax.tree.leaves, (self.params, self.unseen)))):
+            self.unseen = None
+        unseen, hides = (), self.hides and walks and len(parts) == len(self.ages)
+        if hides:
+            unseen = self.unseen
+            if unseen is None:
+                unseen = jax.tree.map(jnp.zeros_like, self.params)
         held, sent = self._go(
             (walks, parts),
             (self.params, self.taken),
             (grads, codes, np.int32(self.steps), jax.tree.map(np.int32, ages)),
-            (self.inner_state, self.accumulated, spare, walked),
+            (self.inner_state, self.accumulated, spare, unseen),
         )
         self.inner_state, self.accumulated, kept, params = held
         self.params = params if walks else self.params
+        self.unseen = params if hides else self.unseen
         for part, (fields, codes_after) in sent.items():
             arrays = {name: arrays_of(tree) for name, tree in fields.items()}
             summed, contributed = kept[part]
@@ -251,7 +251,7 @@ class OfCenter:
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the reply. What a code owes changes with a push that was used."""
         shapes = self.layout.pick(self.like, part)
-        sent, before = self.sent.pop(part), self.params
+        sent = self.sent.pop(part)
         if reply.used:
             self.codes[part] = sent.codes
         self.spare[part] = sent.summed, sent.contributed
@@ -266,11 +266,6 @@ class OfCenter:
         self.params, self.taken = place(params), place(taken)
         if read:  # Views, which the next answer overwrites.
             jax.block_until_ready(params)
-        if self.hidden:
-            pairs = zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True)
-            self.spare_params |= {
-                i: old for i, (old, new) in enumerate(pairs) if old is not new
-            }
 
     def _run_take(self, part, passing, read, donated):
         (params, taken, kept), (others, steps) = passing, read

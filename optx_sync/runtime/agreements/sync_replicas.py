@@ -209,6 +209,8 @@ class Updates:
         """The updates since the token of a worker."""
         return max(self.global_step - self.local_steps[worker], 0)
 
+    short: list[str] = []  # noqa: RUF012 # only read: no meeting waits for others
+
     def settle(self) -> float:
         """An update is made by a gradient, never by the clock."""
         return math.inf

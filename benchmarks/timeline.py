@@ -1,0 +1,242 @@
+"""A worker stopped, one that joins, two that leave: who makes rounds when, under quorum.
+
+    python benchmarks/timeline.py            # three minutes
+    python benchmarks/timeline.py --quick
+
+Five workers on a local Ray, of which each meeting waits for three. Four have a place;
+one of them is stopped with SIGSTOP and goes on with SIGCONT; a node is added, on which
+the fifth starts; two are told with SIGTERM that their machines go. What they train
+counts samples, so that one that is lost or there twice shows in the center.
+"""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+# Ray's processes would otherwise yield to whatever else the machine does.
+os.environ["RAY_worker_niceness"] = "0"
+
+import numpy as np
+import optax
+import ray
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from report import COLOURS, reproduce, spread
+
+import optx_sync as oxs
+from optx_sync import runtime
+
+WORKERS, QUORUM, PLACES = 5, 3, 4  # places on the first node
+STOPPED, JOINING, LEAVING = 3, 4, (0, 1)
+STEP, PERIOD, DELAY, BATCH = 0.1, 10, 2, 2  # seconds; steps; steps; samples
+FULL = {"steps": 5000, "before": 15.0, "stopped": 30.0, "after": 15.0}
+SHORT = {"steps": 1100, "before": 4.0, "stopped": 4.0, "after": 3.0}
+PATIENCE_SECONDS = 120.0
+# The sum of all samples that a worker has seen: those of a mean times its steps.
+RULE = oxs.rules.agn(optax.sgd(1.0), reduction="sum")
+
+
+class Said(NamedTuple):
+    """The seconds since the epoch at which something was done."""
+
+    begin: float
+    stop: float
+    go_on: float
+    node: float
+    notice: float
+
+
+def program(folder: pathlib.Path, samples: int):
+    """A worker that counts what it sees, and writes down its process and rounds."""
+
+    def train(worker):
+        mark = folder / f"worker_{worker.index}"
+        for lease in worker.samples():
+            grads = np.zeros(samples, np.float32)
+            grads[lease.start : lease.stop] = -1
+            time.sleep(STEP)
+            worker.step({"seen": grads})
+            mark.with_suffix(".new").write_text(f"{os.getpid()} {worker.rounds}")
+            mark.with_suffix(".new").rename(mark)
+        worker.flush()
+
+    return train
+
+
+def wait_for(folder: pathlib.Path, workers: Any, rounds: int) -> list[int]:
+    """The processes of these workers, once each has made so many rounds."""
+    until = time.time() + PATIENCE_SECONDS
+    while time.time() < until:
+        marks = [folder / f"worker_{worker}" for worker in workers]
+        read = [mark.read_text().split() for mark in marks if mark.exists()]
+        if len(read) == len(marks) and all(int(made) >= rounds for _, made in read):
+            return [int(pid) for pid, _ in read]
+        time.sleep(0.05)
+    raise TimeoutError("The workers do not make rounds.")
+
+
+def another_node() -> subprocess.Popen:
+    """A node of one CPU, as a machine that is started later joins the cluster."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    options = ["--address", address, "--num-cpus", "1", "--disable-usage-stats"]
+    return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+
+
+def happen(folder, nodes, settings, said: list[Said]) -> None:
+    """All that happens to the workers, from a thread beside the run."""
+    wait_for(folder, range(PLACES), 2)
+    begin = time.time()
+    time.sleep(settings["before"])
+    (pid,) = wait_for(folder, [STOPPED], 2)
+    os.kill(pid, signal.SIGSTOP)
+    stop = time.time()
+    time.sleep(settings["stopped"])
+    os.kill(pid, signal.SIGCONT)
+    go_on = time.time()
+    time.sleep(settings["after"])
+    nodes.append(another_node())
+    node = time.time()
+    wait_for(folder, [JOINING], 1)
+    time.sleep(settings["after"])
+    for pid in wait_for(folder, LEAVING, 2):
+        os.kill(pid, signal.SIGTERM)
+    said.append(Said(begin, stop, go_on, node, time.time()))
+
+
+def trained(settings) -> tuple[np.ndarray, Any, Said]:
+    """How often the center has each sample, the history, and what was done when."""
+    folder, said = pathlib.Path(tempfile.mkdtemp(prefix="timeline")), []
+    nodes: list[subprocess.Popen] = []
+    ray.init(
+        address="local", num_cpus=PLACES, include_dashboard=False, log_to_driver=False
+    )
+    given = folder, nodes, settings, said
+    thread = threading.Thread(target=happen, args=given)
+    thread.start()
+    samples = settings["steps"] * BATCH
+    center, history = runtime.run(
+        program(folder, samples),
+        {"seen": np.zeros(samples, np.float32)},
+        optax.sgd(1.0),
+        RULE,
+        num_workers=WORKERS,
+        communication_period=PERIOD,
+        delay=DELAY,
+        meet=runtime.quorum(QUORUM, grace=1.0),
+        samples=runtime.Samples(samples, BATCH),
+        weigh=lambda at: at.steps,
+        resources_per_worker={"CPU": 1},
+    )
+    thread.join()
+    for node in nodes:
+        node.terminate()
+        node.wait()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+    return np.rint(center["seen"]), history, said[0]
+
+
+def pace(times: Any, begin: float, end: float) -> float:
+    """Rounds a second between these times, from the first round to the last."""
+    found = [at for at in times if begin <= at <= end]
+    return (len(found) - 1) / (found[-1] - found[0])
+
+
+def study(page, settings):
+    """Run it once, and write down what was found."""
+    seen, history, said = trained(settings)
+    of = {
+        kind: [
+            [e for e in history.events if (e.kind, e.worker) == (kind, worker)]
+            for worker in range(WORKERS)
+        ]
+        for kind in ("join", "push", "dropped", "left")
+    }
+    times = [[e.time for e in pushes] for pushes in of["push"]]
+    others = [w for w in range(PLACES) if w != STOPPED]
+    before = [pace(times[w], said.begin, said.stop) for w in others]
+    while_ = [pace(times[w], said.stop, said.go_on) for w in others]
+    rows = [[f"worker {w}", f"{b:.3f}", f"{d:.3f}", f"{d / b:.3f}"]
+            for w, b, d in zip(others, before, while_, strict=True)]  # fmt: skip
+    page.table("pace", rows, stopped=STOPPED)
+
+    late = [e for e in of["dropped"][STOPPED] if e.time > said.go_on]
+    back = next(at for at in times[STOPPED] if at > said.go_on) - said.go_on
+    join, first = of["join"][JOINING][0], of["push"][JOINING][0]
+    left = [next(e for e in of["left"][w] if e.time > said.notice) for w in LEAVING]
+    last = [[e for e in of["push"][w] if e.time <= gone.time][-1]
+            for w, gone in zip(LEAVING, left, strict=True)]  # fmt: skip
+    again = [[e for e in of["join"][w] if e.time > gone.time]
+             for w, gone in zip(LEAVING, left, strict=True)]  # fmt: skip
+    counted, most = int((seen == 1).sum()), int(seen.max())
+    page.table("happened", [
+        [f"worker {STOPPED}: late contributions after its stop, dropped", len(late)],
+        [f"worker {STOPPED}: seconds from SIGCONT to its next round", f"{back:.1f}"],
+        [f"worker {JOINING}: meetings before it joined", join.global_step],
+        [f"worker {JOINING}: its first round is meeting", 1 + first.global_step
+         - (first.global_step > join.global_step)],
+        [f"worker {JOINING}: seconds from joining to that round",
+         f"{first.time - join.time:.1f}"],
+        [f"workers {LEAVING[0]}, {LEAVING[1]}: seconds from SIGTERM until they had "
+         "left", " and ".join(f"{e.time - said.notice:.1f}" for e in left)],
+        [f"workers {LEAVING[0]}, {LEAVING[1]}: seconds until they were back",
+         " and ".join(f"{e[0].time - said.notice:.1f}" if e else "-" for e in again)],
+        ["samples, and how many of them the center has exactly once",
+         f"{len(seen)}, {counted}"],
+        ["the most often that it has one", most],
+    ])  # fmt: skip
+    page.picture(drawn(of, said, history))
+    steps = [b.seconds for pushes in of["push"] for b in pushes]
+    page.text("load", load=round(os.getloadavg()[0], 1), cores=os.cpu_count(),
+              exchange=spread(steps, 3))  # fmt: skip
+    page.data(settings=settings, said=said._asdict(), last=[e.round for e in last],
+              events=[[e.kind, e.worker, e.time, e.global_step, e.local_step]
+                      for e in history.events])  # fmt: skip
+
+
+def drawn(of: Any, said: Said, history: Any) -> Figure:
+    """A panel for each worker: its rounds against seconds."""
+    figure = Figure(figsize=(5.8, 6.2), layout="constrained")
+    panels = figure.subplots(WORKERS, sharex=True, sharey=True)
+    for worker, axes in enumerate(panels):
+        pushes = [e.time - said.begin for e in of["push"][worker]]
+        numbers = np.arange(1, len(pushes) + 1)
+        axes.plot(pushes, numbers, ".-", ms=2.5, lw=1, color=COLOURS[0])
+        stopped = worker == STOPPED
+        shade = {"color": COLOURS[1] if stopped else "0.5", "lw": 0}
+        span = said.stop - said.begin, said.go_on - said.begin
+        axes.axvspan(*span, alpha=0.3 if stopped else 0.12, **shade)
+        for kind, look in MARKS.items():
+            at = np.array([e.time - said.begin for e in of[kind][worker]])
+            axes.plot(at, np.searchsorted(pushes, at), ls="", ms=6, **look)
+        axes.set_ylabel(f"worker {worker}", fontsize="small")
+        axes.grid(alpha=0.3)
+    panels[-1].set_xlabel("seconds")
+    legend = [Line2D([], [], color=COLOURS[0], label="rounds that were used")]
+    legend += [Line2D([], [], ls="", **look) for look in MARKS.values()]
+    place = {"loc": "outside upper center", "ncols": 4, "frameon": False}
+    figure.legend(handles=legend, fontsize="small", **place)
+    return figure
+
+
+MARKS: dict[str, Any] = {
+    "dropped": {"marker": "x", "color": COLOURS[1], "label": "late, dropped"},
+    "join": {"marker": ">", "color": COLOURS[2], "label": "joined"},
+    "left": {"marker": "s", "color": COLOURS[4], "label": "left"},
+}
+
+
+if __name__ == "__main__":
+    values = {"step": STEP, "period": PERIOD, "delay": DELAY, "quorum": QUORUM}
+    values |= {"workers": WORKERS, "places": PLACES, "batch": BATCH}
+    reproduce("timeline", __doc__, study, FULL, SHORT, **values)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges of samples that workers lease, so that each sample of an epoch counts once."""
+
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+from optx_sync.checks import integer
+
+
+class Lease(NamedTuple):
+    """The samples of one step: numbers from `start` to `stop` - 1 of an epoch."""
+
+    number: int
+    epoch: int  # from 0
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Samples that are handed out to workers in ranges, each counted once in an epoch.
+
+    `worker.samples()` yields a `Lease` for each step. A range is done once the push
+    that its step is part of has been absorbed. What a worker has and has not pushed
+    when it dies, leaves, or comes late to a meeting goes to another one. Servers save
+    what is done with their checkpoints.
+
+    The numbers may be those of anything: rows of an array, or blocks of a data set,
+    such as the references of `ray.data.Dataset.to_numpy_refs()`.
+
+    Attributes:
+        total: The samples of an epoch.
+        batch: The samples of a step; the last step of an epoch may have fewer.
+        epochs: How often each sample is to be counted.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is below 1.
+
+    Example:
+        >>> from optx_sync.runtime import Samples
+        >>> Samples(total=10, batch=4).lease(number=2)
+        Lease(number=2, epoch=0, start=8, stop=10)
+    """
+
+    total: int
+    batch: int
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        integer("total", self.total, "Pass the samples of an epoch.")
+        integer("batch", self.batch, "Pass the samples of a step, for example 32.")
+        integer("epochs", self.epochs, "Pass for example 1.")
+
+    @property
+    def ranges(self) -> int:
+        """The ranges of an epoch."""
+        return -(-self.total // self.batch)
+
+    def lease(self, number: int) -> Lease:
+        """The lease of this number, from 0 on over all epochs."""
+        epoch, place = divmod(number, self.ranges)
+        stop = min((place + 1) * self.batch, self.total)
+        return Lease(number, epoch, place * self.batch, stop)
+
+
+class Ledger:
+    """Who holds which range, at the first server: a range is free, held, or done."""
+
+    def __init__(self, samples: Samples):
+        self.samples = samples
+        self._next: int = 0  # ranges from this one on have not been handed out
+        self._free: list[int] = []  # of those before it
+        self._held: dict[int, int] = {}  # range -> worker
+        # After a restore: workers that have not said yet what they hold.
+        self.silent: set[int] = set()
+
+    def lease(self, worker: int, holds: list[int], count: int) -> list[Lease] | None:
+        """Hand out `count` ranges at most; none if all are done or held by others.
+
+        `None`: ask again, since others have not said yet what they hold.
+
+        Args:
+            holds: The ranges that the worker has and that were not absorbed, as far as
+                it knows.
+        """
+        self._settle(worker, holds)
+        if self.silent:
+            return None
+        found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        end = self.samples.ranges * self.samples.epochs
+        while len(found) < count and self._next < end:
+            found.append(self._next)
+            self._next += 1
+        self._held |= dict.fromkeys(found, worker)
+        return [self.samples.lease(number) for number in found]
+
+    def _settle(self, worker: int, holds: list[int]) -> None:
+        """Take a worker's word for what it holds.
+
+        Less than is noted here: an answer was lost, or pushes with a server. More: this
+        server was restored, and handed it out after its checkpoint.
+        """
+        self.silent.discard(worker)
+        for number in [n for n, who in self._held.items() if who == worker]:
+            if number not in holds:
+                self._give_back(number)
+        for number in holds:
+            if self._is_open(number):
+                self._held[number] = worker
+
+    def _is_open(self, number: int) -> bool:
+        """Take a range out of the free ones, if it is not done and nobody holds it."""
+        if number >= self._next:
+            self._free += range(self._next, number)
+            heapq.heapify(self._free)
+            self._next = number + 1
+            return True
+        if number not in self._free:
+            return False
+        self._free.remove(number)
+        heapq.heapify(self._free)
+        return True
+
+    def _give_back(self, number: int) -> None:
+        del self._held[number]
+        heapq.heappush(self._free, number)
+
+    def absorbed(self, numbers: tuple[int, ...]) -> None:
+        """These ranges are done."""
+        for number in numbers:
+            self._held.pop(number, None)
+            self._is_open(number)
+
+    def dropped(self, numbers: tuple[int, ...]) -> None:
+        """The push of these ranges was dropped: others may have them."""
+        for number in numbers:
+            if number in self._held:
+                self._give_back(number)
+
+    def gone(self, worker: int) -> None:
+        """A worker has died or left: what it held is free."""
+        self._settle(worker, [])
+
+    def saved(self) -> list:
+        """The ledger as JSON."""
+        return [self._next, self._free, list(self._held.items())]
+
+    def restore(self, saved: list, alive: set[int]) -> None:
+        """Go on from what was saved, with these workers, who may hold more since."""
+        self._next, self._free, held = saved
+        self._held, self.silent = dict(map(tuple, held)), alive
+        for worker in {*self._held.values()} - alive:
+            self.gone(worker)

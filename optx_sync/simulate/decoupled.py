@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoupled DiLoCo on a virtual clock: meetings that close when enough have come."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.center import coded, contract
+from optx_sync.center import worker as work
+from optx_sync.center.contract import CenterRule, Round, Weigh
+from optx_sync.center.fragments import Fragments, Partition, check_fragments
+from optx_sync.center.meetings import Quorum, one
+from optx_sync.center.worker import Center, Worker
+from optx_sync.checks import check_function, check_grads, check_inner
+from optx_sync.exchange import landing
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
+from optx_sync.metrics import Info
+from optx_sync.options import Refused, refuse
+from optx_sync.placement.axes import stack
+from optx_sync.shapes import Array, Bool, Float
+from optx_sync.simulate.clock import (
+    Failure,
+    Happening,
+    Kind,
+    Link,
+    PerStep,
+    Timeline,
+    clock,
+)
+from optx_sync.simulate.replay import GradFn, Record, replay
+from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
+
+_AXIS = "workers"
+
+
+class Learner(NamedTuple):
+    """State of one worker of `decoupled`; of all with a worker axis in front, [N]."""
+
+    worker: Worker
+    exchange: Tree  # the memory of the code of its pushes, for each part, or ()
+    sent: Tree  # its contributions on the way, like the center; () without `delay`
+    brought: Tree  # those in a meeting, like the center
+    # The center before and after its last meeting, as it was answered; before: or ().
+    before: Tree
+    after: Tree
+    weights: Float[Array, " parts"]  # of what is in a meeting
+
+
+class DecoupledState(NamedTuple):
+    """State after one event of `decoupled`."""
+
+    learners: Learner  # [N, ...]
+    center: Tree  # like the parameters, float32 for half precision
+    outer: Tree  # state of the rule's outer transformation, for each part, or ()
+    params: Tree  # those of the worker of the event
+
+
+class DecoupledRecord(NamedTuple):
+    """The history of T events; each array has the values after the event."""
+
+    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
+    params: Tree  # those of the worker of the event, in their own dtypes
+    center: Tree  # float32 for half precision parameters
+    # NumPy, [K]: the numbers of these events in the timeline, and when they happened.
+    events: np.ndarray
+    seconds: np.ndarray
+    # [T, ...], the result of the function `record` after each event; None without one.
+    recorded: Tree
+    final: DecoupledState  # after the last event
+    timeline: Timeline  # what happened: goodput, staleness, bytes, participation
+
+
+class _Terms(NamedTuple):
+    """Options of `decoupled` that may exclude each other."""
+
+    rule: CenterRule
+    meet: Quorum
+    merge: Exchange
+    delay: int
+
+
+_NOT_DECOUPLED: Refused[_Terms] = (
+    (
+        lambda o: o.delay and not o.meet.shared and "center" in o.rule.reads,
+        "The contribution of this rule reads the center as it is when it arrives, and "
+        "with delay={0.delay} its worker has gone on by then. Leave delay out, or write"
+        " the rule with own.taken and declare what it reads.",
+    ),
+    (
+        lambda o: o.merge.remembers,
+        "merge= combines what has come to the center, which remembers nothing of those "
+        "that came. Pass an exchange without a memory, such as "
+        "oxs.exchange.median().",
+    ),
+    (
+        lambda o: o.rule.weigh is not None and not o.merge.takes_weights,
+        "merge= counts all contributions alike and takes no weights. Leave weigh out, "
+        "or merge with another exchange.",
+    ),
+)
+
+
+def decoupled(
+    inner: optax.GradientTransformation,
+    rule: CenterRule,
+    params: optax.Params,
+    grad_fn: GradFn,
+    seconds: PerStep,
+    *,
+    until: float,
+    num_workers: int | None = None,
+    meet: Quorum | None = None,
+    communication_period: int = 10,
+    exchange: Exchange | None = None,
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | jax.Array | None = None,
+    link: Link | None = None,
+    failures: Sequence[Failure] = (),
+    tokens: PerStep | None = None,
+    weigh: Weigh | None = None,
+    record: Record = None,
+) -> DecoupledRecord:
+    r"""Decoupled DiLoCo on a virtual clock: a meeting closes when enough have come.
+
+    The order of events is that of `clock`, which says who meets whom and when. In it
+    the workers of a meeting of part p, with their contributions d_w and weights f_w:
+
+    .. math::
+
+        d = \text{merge}(d_w, f_w), \qquad c_p \leftarrow \text{outer}(c_p, d), \qquad
+        x_{w,p} \leftarrow \text{take}(x_{w,p}, c_p)
+
+    where merge is the weighted mean, or that of `meet`, and each worker takes the
+    answer when `clock` says. If K is the number of workers, all are equally fast and
+    nothing takes time, it is `oxs.diloco(fragments=, delay=)` in lockstep. With
+    `oxs.runtime.one()` and without `delay` it is `asynchronous` in the order of
+    `clock`; with `delay` the center absorbs a contribution when it arrives, and in
+    `asynchronous` when its worker takes the answer.
+
+    Args:
+        inner: The workers' own optimizer. One that has died begins with a new state.
+        rule: What workers and center exchange, for example `oxs.rules.diloco()`.
+        params: The parameters at which all start, without a worker axis.
+        grad_fn: `(worker, params, step) -> gradients`, traced; `step` is the number of
+            the step among those of all workers, from 0 on.
+        seconds: As in `clock`, as are `until`, `num_workers`, `meet`, `delay`, `link`,
+            `failures` and `tokens`.
+        until: The second at which it ends.
+        num_workers: N.
+        meet: `oxs.runtime.quorum(k)`, or `None` for `oxs.runtime.one()`.
+        communication_period: H; see `clock`.
+        exchange: How a worker compresses its pushes; see `asynchronous`.
+        fragments: As in `center_variable`: P parts, which meet one by one.
+        delay: Steps from a contribution to its answer.
+        keep_local: As in `center_variable`.
+        link: Seconds of messages, whose bytes are those of the parts.
+        failures: Each `(worker, dies at, is back at)`.
+        tokens: Behind each step.
+        weigh: `(at: Round) -> weight` of a contribution in the mean, traced; 0 drops
+            it. `lambda at: at.tokens**2 / at.steps` is the paper's. In a meeting of one
+            it is the factor of the contribution, as in `asynchronous`; but `staleness`
+            counts those that were dropped, too, since the clock knows no numbers.
+        record: As in `asynchronous`; an event is one of the timeline.
+
+    Returns:
+        A `DecoupledRecord`.
+
+    Raises:
+        TypeError: An argument of a wrong type; parameters that are not floating.
+        ValueError: A number out of range; options that exclude each other.
+
+    Example:
+        Three workers, one of them slow, and two are enough:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> run = oxs.simulate.decoupled(
+        ...     optax.sgd(0.1),
+        ...     oxs.rules.diloco(optax.sgd(1.0)),
+        ...     jnp.zeros(()),
+        ...     lambda worker, params, step: params - 1.0,
+        ...     [1.0, 1.0, 4.0],
+        ...     until=41,
+        ...     meet=oxs.runtime.quorum(2),
+        ...     communication_period=4,
+        ... )
+        >>> f"{run.final.center:.2f}, {run.timeline.participation:.0%}"
+        '0.99, 67%'
+
+    References:
+        Decoupled DiLoCo, arXiv 2604.21428.
+    """
+    call = "oxs.simulate.decoupled(optax.sgd(0.1), oxs.rules.diloco(), ...)"
+    inner = check_inner(inner, call)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, step).")
+    contract.check_rule(rule, call)
+    rule, exchange = contract.weighed(rule, weigh), coded.check_code(exchange, rule)
+    meet = one() if meet is None else meet
+    params = jax.tree.map(jnp.asarray, params)
+    center = work.start_center(params)
+    parts = Partition(check_fragments(fragments), center)
+    sizes = [
+        float(coded.bytes_of(coded.message_shapes(exchange, part)))
+        for part in parts.split(center)
+    ]
+    timeline = clock(
+        seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
+        communication_period=communication_period, part_bytes=sizes, link=link,
+        failures=failures, tokens=tokens,
+    )  # fmt: skip
+    if rule.num_workers not in (None, timeline.num_workers):
+        raise ValueError(
+            f"The rule was made for num_workers={rule.num_workers}; there are "
+            f"{timeline.num_workers}. Leave num_workers out of the rule."
+        )
+    if rule.check is not None:
+        rule.check(communication_period)
+    merge = check_exchange(meet.merge, all_reduce())
+    refuse(_Terms(rule, meet, merge, delay or 0), _NOT_DECOUPLED)
+    at = Round(timeline.num_workers, communication_period, 1)
+    keeping = work.keeping(rule, keep_local)
+    alone = not meet.shared
+    run = _Run(inner, keeping, at, merge, alone, exchange, parts, grad_fn, bool(delay))
+    final, _, (each, centers), recorded, kept = replay(
+        run.advance, run.view, run.start(params), _rows(timeline), record
+    )
+    happened = np.array([event.second for event in timeline.events])
+    known = {"recorded": recorded, "final": final, "timeline": timeline}
+    return DecoupledRecord(each, centers, kept, happened[kept], **known)
+
+
+_Row: TypeAlias = Any  # a `Happening` whose fields are arrays; `come` is bool[N]
+
+
+def _rows(timeline: Timeline) -> _Row:
+    """The events as arrays, each [T]."""
+    come = np.zeros((len(timeline.events), timeline.num_workers), bool)
+    for row, event in zip(come, timeline.events, strict=True):
+        row[list(event.come)] = True
+
+    def column(name):
+        dtype = np.float32 if name in ("second", "tokens") else np.int32
+        return np.array([getattr(event, name) for event in timeline.events], dtype)
+
+    names: Any = Happening._fields[:-1]
+    return Happening(*map(column, names), come=come)  # pyright: ignore
+
+
+class _Run(NamedTuple):
+    """The checked arguments of `decoupled`, and what happens in its events."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    at: Round
+    merge: Exchange
+    alone: bool  # whether each contribution is absorbed alone
+    exchange: Exchange | None
+    parts: Partition
+    grad_fn: GradFn
+    goes_on: bool  # whether a worker steps between its push and its answer
+
+    def start(self, params: Tree) -> DecoupledState:
+        """All workers and the center at the parameters."""
+        rule, center = self.rule, work.start_center(params)
+        learner = Learner(
+            worker=self.fresh(params, center),
+            exchange=self.fresh_codes(center),
+            sent=center if self.goes_on else (),
+            brought=center,
+            before=() if work.takes_center(rule) else center,
+            after=center,
+            weights=jnp.zeros(self.parts.number, jnp.float32),
+        )
+        outer = () if rule.outer is None else self.each(rule.outer.init, center)
+        learners = stack(learner, self.at.num_workers, None)
+        return DecoupledState(learners, center, outer, params)
+
+    def fresh(self, params: Tree, center: Tree) -> Worker:
+        """A worker that starts from the center."""
+        rule = self.rule
+        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
+        return Worker(
+            params,
+            self.inner.init(params),
+            center if keeps_taken else (),
+            work.start_accumulated(rule, center),
+        )
+
+    def each(self, start: Callable, tree: Tree) -> Tree:
+        """A state for each part, in a tuple."""
+        return tuple(map(start, self.parts.split(tree)))
+
+    def fresh_codes(self, center: Tree) -> Tree:
+        """What the code of a worker's pushes remembers at first."""
+        if self.exchange is None:
+            return ()
+        return self.each(functools.partial(coded.start_codes, self.exchange), center)
+
+    def view(self, state: DecoupledState) -> tuple[Tree, Tree]:
+        """The trees that a record keeps of an event."""
+        return state.params, state.center
+
+    def advance(
+        self, state: DecoupledState, event: tuple[_Row, jax.Array]
+    ) -> tuple[DecoupledState, tuple[()]]:
+        """The state after an event: a meeting that closes, or what one worker does."""
+        row, _ = event
+        close, closes = self.of_part(self.close), row.kind == Kind.CLOSE
+        return jax.lax.cond(closes, close, self.act, state, row), ()
+
+    def act(self, state: DecoupledState, row: _Row) -> DecoupledState:
+        """What one worker does, which moves nothing but its own."""
+        # The contribution of a worker that waits is made when it arrives.
+        push = self.of_part(self.push) if self.goes_on else self.nothing
+        join, late, take = map(self.of_part, (self.join, self.late, self.take))
+        none = self.nothing  # A worker that died gets all when it is back.
+        in_order = [self.step, push, join, late, none, take, none, self.back]
+        own = row_of(state.learners, row.worker)
+        own = jax.lax.switch(row.kind, in_order, own, state.center, row)
+        learners = with_row(state.learners, row.worker, own)
+        return state._replace(learners=learners, params=own.worker.params)
+
+    def of_part(self, handler: Callable) -> Callable:
+        """What calls the handler of this row's part."""
+        parts = range(self.parts.number)
+        branches = [functools.partial(handler, part) for part in parts]
+        return lambda *operands: jax.lax.switch(operands[-1].part, branches, *operands)
+
+    def nothing(self, own: Learner, center: Tree, row: _Row) -> Learner:
+        """Nothing happens to a worker's numbers."""
+        return own
+
+    def step(self, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker makes a step of its own."""
+        grads = self.grad_fn(row.worker, own.worker.params, row.number)
+        check_grads(grads, own.worker.params)
+        at = self.at._replace(steps=row.steps)
+        walked = work.walk(self.inner, self.rule, own.worker, center, grads, at)
+        return own._replace(worker=walked)
+
+    def back(self, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker that had died starts from the center."""
+        params = work.round_like(center, own.worker.params)
+        codes = self.fresh_codes(center)
+        return own._replace(worker=self.fresh(params, center), exchange=codes)
+
+    def round_of(self, row: _Row) -> Round:
+        """What a rule may know of a contribution."""
+        known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.number}
+        return self.at._replace(staleness=row.staleness, **known)
+
+    def bring(
+        self, part: int, own: Learner, center: Tree, row: _Row
+    ) -> tuple[Learner, Tree]:
+        """(the worker with its sums reset, its contribution to a part)."""
+        parts, rule, at, whole = self.parts, self.rule, self.round_of(row), own.worker
+        cut = Worker(*(parts.pick(x, part) for x in whole._replace(inner=())))
+        cut, brought = work.bring(rule, cut, parts.pick(center, part), at)
+        sums = parts.put(whole.accumulated, part, cut.accumulated)
+        own = own._replace(worker=whole._replace(accumulated=sums))
+        if self.alone:
+            brought = work.share_of_one(rule, brought, at)
+        if self.exchange is not None:
+            messages, codes = coded.encoded(self.exchange, brought, own.exchange[part])
+            brought = coded.decoded(self.exchange, messages, brought)
+            own = own._replace(exchange=_with(own.exchange, part, codes))
+        return own, brought
+
+    def push(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker that will go on sends its contribution to a part."""
+        own, brought = self.bring(part, own, center, row)
+        return own._replace(sent=self.parts.put(own.sent, part, brought))
+
+    def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A contribution joins a meeting."""
+        at, rule, put = self.round_of(row), self.rule, self.parts.put
+        if self.goes_on:
+            brought = self.parts.pick(own.sent, part)
+        else:
+            own, brought = self.bring(part, own, center, row)
+        if self.alone:
+            brought, weight = work.weigh_alone(rule, brought, at)
+        else:
+            factor = work.factor_of(rule, at)
+            weight = 1.0 if factor is None else factor
+        return own._replace(
+            brought=put(own.brought, part, brought),
+            weights=own.weights.at[part].set(jnp.asarray(weight, jnp.float32)),
+        )
+
+    def late(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A contribution is dropped, and its worker answered with the center."""
+        if not self.goes_on:
+            own, _ = self.bring(part, own, center, row)
+        now = self.parts.pick(center, part)
+        return self.answered(part, own, now, now)
+
+    def answered(self, part: int, own: Learner, before: Tree, after: Tree) -> Learner:
+        """A worker for which an answer is on its way."""
+        put = self.parts.put
+        if not is_nothing(own.before):
+            own = own._replace(before=put(own.before, part, before))
+        return own._replace(after=put(own.after, part, after))
+
+    def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
+        """A worker takes its answer."""
+        parts, whole = self.parts, own.worker
+        after = parts.pick(own.after, part)
+        before = after if is_nothing(own.before) else parts.pick(own.before, part)
+        params, taken = (parts.pick(x, part) for x in (whole.params, whole.taken))
+        at, cut = self.at._replace(steps=row.steps), Worker(params, (), taken, ())
+        cut = work.take(self.rule, cut, before, after, at)
+        params = parts.put(whole.params, part, cut.params)
+        taken = parts.put(whole.taken, part, cut.taken)
+        return own._replace(worker=whole._replace(params=params, taken=taken))
+
+    def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
+        """The center absorbs what has come to a meeting, and answers."""
+        parts, rule, learners = self.parts, self.rule, state.learners
+        value, outer = parts.pick(state.center, part), state.outer
+        before = Center(value, outer[part] if outer else ())
+        weights = jnp.where(row.come, learners.weights[:, part], 0)
+        brought = jax.vmap(lambda x: parts.pick(x, part))(learners.brought)
+        total = self.merged(brought, row.come, weights)
+        # As in lockstep, an outer optimizer sees the workers of a meeting as one.
+        alone = {"num_workers": self.at.num_workers} if self.alone else {}
+        after = work.absorb(rule, before, total, **alone)
+        if rule.weigh is not None:
+            after = where(jnp.any(weights > 0), after, before)
+
+        def answer(own, has_come):
+            new = self.answered(part, own, before.value, after.value)
+            return where(has_come, new, own)
+
+        return state._replace(
+            learners=jax.vmap(answer)(learners, row.come),
+            center=parts.put(state.center, part, after.value),
+            outer=_with(outer, part, after.outer) if outer else (),
+        )
+
+    def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
+        """The sum or mean of what has come, by their weights."""
+        if self.alone:
+            return row_of(brought, jnp.argmax(come))
+
+        def of_one(tree, weight):
+            # What others hold is of earlier meetings, and counts for nothing.
+            place, info = landing.Landing(_AXIS), Info(outliers=start_outliers(merge))
+            summed = self.rule.mean_over is None
+            return agree(merge, place, tree, (), info, weight=weight, summed=summed)
+
+        merge, weight = self.merge, come if self.rule.weigh is None else weights
+        agreed = jax.vmap(of_one, axis_name=_AXIS)(brought, weight)
+        return row_of(agreed.mean, 0)
+
+
+def _with(parts: tuple[Tree, ...], part: int, value: Tree) -> tuple[Tree, ...]:
+    """The parts with a new value for one."""
+    return (*parts[:part], value, *parts[part + 1 :])
