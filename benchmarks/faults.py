@@ -608,6 +608,7 @@ def main():
     some = {"some": len(cells), "all": len(CELLS)}
     page.text("chosen" if len(cells) >= len(CELLS) else "some", **some)
     ray.init(
+        "local",  # Never another cluster that happens to run here.
         num_cpus=WORKERS,  # A place for each.
         include_dashboard=False,
         log_to_driver=False,
