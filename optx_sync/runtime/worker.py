@@ -431,6 +431,10 @@ class Worker:
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)
+            for other, fresh in reply.others.items():
+                self._own.renew(other, fresh.arrays, self._place)
+                self._steps[other], self._confirms[other] = fresh.global_step, 0
+                self._tokens[other] = 0.0
         if not answers:
             self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
