@@ -235,16 +235,19 @@ class Storm:
     def _keep_up(self) -> None:
         """Start nodes and the driver, again where they end, as a manager does."""
         ray = str(pathlib.Path(sys.executable).with_name("ray"))
-        # A namespace of processes too: memory is not shared with another host.
-        far = "unshare --pid --fork --mount-proc"
+        # A namespace of processes too: memory is not shared with another host. And the
+        # address of this cluster is for nobody else, who would find it in /tmp/ray.
+        own = f"mkdir -p /tmp/ray && mount -t tmpfs ray /tmp/ray && exec {ray} $0 $@"
+        far = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", own]
         common = "--object-store-memory=200000000 --disable-usage-stats --block"
         commands = {
             "here": f"{ray} start --head --node-ip-address={HERE} --port={PORT} "
             f"--num-cpus={self.party.here} --include-dashboard=false "
-            f"--temp-dir={self.folder}/ray {common}",
-            "there": f"{far} {ray} start --address={HERE}:{PORT} "
-            f"--node-ip-address={THERE} --num-cpus={self.party.there} {common}",
-            "driver": f"{sys.executable} {__file__} drive {self.folder}",
+            f"--temp-dir={self.folder}/ray {common}".split(),
+            "there": far
+            + f"start --address={HERE}:{PORT} --node-ip-address={THERE} "
+            f"--num-cpus={self.party.there} {common}".split(),
+            "driver": [sys.executable, __file__, "drive", str(self.folder)],
         }
         calls = json.dumps({"CoreWorkerService.grpc_client.PushTask": LOST_CALLS})
         env = dict(os.environ)
@@ -272,7 +275,7 @@ class Storm:
                 host = HOSTS[name == "there"]
                 with (self.folder / f"{name}.log").open("ab") as out:
                     self.nodes[name] = subprocess.Popen(
-                        ["ip", "netns", "exec", host, *command.split()],
+                        ["ip", "netns", "exec", host, *command],
                         stdout=out, stderr=out, env=env, cwd=self.folder,
                     )  # fmt: skip
                 self.starts[name] += 1
@@ -595,16 +598,20 @@ def main() -> None:
     )  # fmt: skip
     known = report.Known(page.folder / "storms.rows", options.resume)
     rows, calm = [], {FOUR: math.nan, TWO: math.nan}
-    for one in weathers:
-        (found,) = known.get([*one], lambda one=one: [weathered(one.party, *one[2:])])
-        found = Found(*found)
-        if not one.kinds:
-            calm[one.party] = found.rate
-        rows.append(row(one, found, calm[one.party]))
-        print(rows[-1], flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # Then with what there is.
+        for one in weathers:
+            (found,) = known.get(
+                [*one], lambda one=one: [weathered(one.party, *one[2:])]
+            )
+            found = Found(*found)
+            if not one.kinds:
+                calm[one.party] = found.rate
+            rows.append(row(one, found, calm[one.party]))
+            print(rows[-1], flush=True)
     page.table("storms", rows)
     page.save()
-    known.path.unlink()
+    if len(rows) == len(weathers):
+        known.path.unlink()
 
 
 if __name__ == "__main__":

@@ -279,14 +279,16 @@ class Client(NamedTuple):
     phase: str = "idle"
     goal: str = "idle"  # the operation that was begun
     sending: tuple[tuple[int, int], ...] = ()  # (part, serial), not yet applied
-    lost: int = 0  # pushes lost with the server since the operation began
+    lost: int = 0  # pushes lost with the server that its worker has not been told of
     tries: int = 0
     message: str = ""
 
 
 def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
     """Begin an operation: "enter", "send" a push, "token", "start", or "save"."""
-    client = client._replace(goal=goal, phase=goal, lost=0, tries=0, message="")
+    # With a push that is refused nothing is told: what was lost by then still is.
+    lost = client.lost if client.phase == "refused" else 0
+    client = client._replace(goal=goal, phase=goal, lost=lost, tries=0, message="")
     if goal == "send":
         return client._replace(sending=((part, serial),))
     if goal == "save" and not any(line.kept for line in client.lines):

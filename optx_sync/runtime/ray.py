@@ -573,7 +573,8 @@ class _Events:
             except ray.exceptions.RayError as error:
                 if number not in self._down:
                     self._down.add(number)
-                    said = "server %d died, and Ray starts it again; more in %s"
+                    # Ray raises the same where a call of a living one was lost.
+                    said = "server %d has died, or cannot be reached; more in %s"
                     log.warning(said, number, _filed(error))
                 continue
             self._down.discard(number)

@@ -86,3 +86,25 @@ def test_exploration_finds_a_loss_that_is_not_told(monkeypatch):
     )
     with pytest.raises(AssertionError, match="lost without a word"):
         Explorer(1, (0,)).explore()
+
+
+def test_a_loss_is_told_though_the_next_push_was_refused():
+    """What a server's going back took is told with the first push that is answered."""
+
+    def of(epoch, *place):
+        places = (protocol.Place(*place),)
+        return protocol.Standing(epoch, protocol.Entry(places, 5, 1))
+
+    client = protocol.begin(protocol.Client(0), "enter")
+    client = protocol.hears(client, of(1))
+    for serial, answers in [
+        (1, [of(1, 1, (5, 1), 1)]),
+        (2, [protocol.Turned(*of(2)[:2]), protocol.Refused("it holds a NaN.")]),
+        (2, [of(2, 1, (5, 2), 1)]),
+    ]:
+        client = protocol.begin(client, "send", 0, serial)
+        for answer in answers:
+            client = protocol.hears(client, answer)
+    assert client.phase == "idle" and client.lost == 1
+    client = protocol.begin(client, "send", 0, 3)
+    assert protocol.hears(client, of(2, 2, (5, 3), 2)).lost == 0

@@ -325,6 +325,33 @@ def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
     assert worker.used
 
 
+def test_what_started_from_a_center_that_is_gone_is_late(tmp_path):
+    """Also where the server that went back has made as many meetings again since."""
+    settings: dict[str, Any] = {
+        "num_workers": 3,
+        "communication_period": 1,
+        "meet": quorum(2),
+        "delay": 1,
+        "checkpoint_dir": tmp_path,
+    }
+    server = Server(PARAMS, DILOCO, **settings)
+    zeros = {path: np.zeros_like(x) for path, x in server._held[0].current().items()}
+    push = oxs.runtime.Push(0, 1, {"contribution": zeros}, met=0)
+
+    def meet(server, *workers, number=1, met=0):
+        pushes = [push._replace(worker=w, round=number, met=met) for w in workers]
+        return [server.push(push).used for push in pushes]
+
+    assert meet(server, 0, 1) == [True, True]
+    server.checkpoint()
+    assert meet(server, 0, 1, number=2, met=1) == [True, True]
+    back = Server(PARAMS, DILOCO, **settings)
+    # Worker 2 has taken the center of the meeting that is gone; worker 1 as it was.
+    assert meet(back, 0, 1, number=2, met=1) == [True, True]
+    assert meet(back, 2, met=2) == [False]
+    assert meet(back, 2, number=2, met=2) == [True]
+
+
 def test_a_meeting_that_would_overflow_is_dropped_whole_and_told():
     rule = oxs.rules.diloco(optax.sgd(20.0))
     server, workers = party(rule, quorum(2), 1, 2, delay=1)

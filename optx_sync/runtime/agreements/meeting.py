@@ -61,6 +61,8 @@ class Meetings(Center):
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
         self.dropped: set[int] = set()  # workers whose last contribution was dropped
+        self.strangers: set[int] = set()  # who has no answer of a server that came back
+        self.restored: int = 0  # its meetings by then
         self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
         self.opened: float = 0.0  # the time at which the first one came
         self.closes: float | None = None  # the end of the grace, once enough have come
@@ -77,7 +79,8 @@ class Meetings(Center):
         """Take a contribution for the meeting that is open, or drop it as late."""
         self.settle()
         self.took[worker] = push.confirms
-        if push.met not in (-1, self.global_step):
+        gone = worker in self.strangers and push.met > self.restored
+        if gone or push.met not in (-1, self.global_step):
             self.dropped.add(worker)
         else:
             self.dropped.discard(worker)
@@ -97,6 +100,7 @@ class Meetings(Center):
         """Note that a worker starts and takes the center; it is waited for again."""
         super().join(worker)
         self.left.discard(worker)
+        self.strangers.discard(worker)
 
     def settle(self) -> float:
         """Close the meeting if it is time; the seconds until it closes by itself."""
@@ -163,6 +167,7 @@ class Meetings(Center):
         if self.is_waiting(worker):
             return Reply({}, self.global_step, 0, waiting=True)
         self.seen[worker] = self.applied
+        self.strangers.discard(worker)
         used = worker not in self.dropped
         before = self.before if used else self.center
         reply = self._reply(worker, before, self.took.pop(worker, 0))
@@ -211,6 +216,7 @@ class Meetings(Center):
         """Restore from a checkpoint, also from one of contributions that came alone."""
         super().load(arrays, notes)
         self.before, self.closes, self.opened = self.center, None, self.clock()
+        self.strangers, self.restored = set(range(len(self.seen))), self.global_step
         self.dropped = set(notes.get("dropped", ()))
         self.came = []
         for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
