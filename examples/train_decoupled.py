@@ -38,7 +38,7 @@ PLACES, PERIOD, PARTS, DELAY, BATCH, SEED = 4, 8, 2, 1, 32, 0
 STEP_SECONDS, SLOWER = 0.02, 4  # as if a step were that long
 WORKERS = ("leaves on notice", "leaves on notice", "is killed", "is slow", "is late")
 # After so many steps, in its first life.
-SIGNALS = {0: (60, signal.SIGTERM), 1: (90, signal.SIGTERM), 2: (30, signal.SIGKILL)}
+SIGNALS = {0: (40, signal.SIGTERM), 1: (60, signal.SIGTERM), 2: (25, signal.SIGKILL)}
 parser = argparse.ArgumentParser(description="Workers of which a quorum meets.")
 parser.add_argument("--epochs", type=int, default=30, help="how often a sample counts")
 parser.add_argument("--picture", default="", help="where a picture goes")
