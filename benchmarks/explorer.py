@@ -492,6 +492,8 @@ class QuorumExplorer(Explorer):
                 one.global_step,
                 tuple((c.worker, c.number, self.mark(c)) for c in one.came),
                 tuple(sorted(one.dropped)),
+                # At most one: it is asked only whether a worker lacks meetings.
+                tuple(min(one.staleness(w), 1) for w in range(self.workers)),
             )
             for one in server._held
         )
@@ -504,13 +506,14 @@ class QuorumExplorer(Explorer):
         thawed = super().thawed(number, server)
         helds, left = self.machines.things[number].held
         thawed._left = set(left)
-        for held, (step, came, dropped) in zip(thawed._held, helds, strict=True):
+        for held, (step, came, dropped, lacks) in zip(thawed._held, helds, strict=True):
             held.center = {k: np.asarray(x) for k, x in held.center.items()}
             held.before, held.global_step, held.took = held.center, step, {}
             held.came = [
                 Came(worker, 1, 1.0, count, self.marked(held, mark))
                 for worker, count, mark in came
             ]
+            held.applied, held.seen = 1, [1 - one for one in lacks]
             held.dropped, held.left, held.closes = set(dropped), set(left), None
         return thawed
 
@@ -530,18 +533,21 @@ class QuorumExplorer(Explorer):
         return self.frozen(thawed)
 
     def told(self, came):
-        """(part -> meetings, whether the push was used) of an answer, else nothing."""
+        """(the meetings of the part and of others, whether it was used), or nothing."""
         if isinstance(came, oxs.runtime.Joined):
-            return tuple((p, x.global_step) for p, x in came.parts.items()), True
+            parts = came.parts.items()
+            return (None, *((p, x.global_step) for p, x in parts)), True
         if isinstance(came, oxs.runtime.Reply) and not came.waiting:
-            return came.global_step, came.used
+            others = ((p, x.global_step) for p, x in came.others.items())
+            return (came.global_step, *others), came.used
         return None
 
     def heard(self, program, told):
         if told is None:
             return program
-        met, used = told
-        pairs = [(program.now[0], met)] if isinstance(met, int) else met
+        (own, *pairs), used = told
+        if own is not None:
+            pairs = [(program.now[0], own), *pairs]
         known = program.met or (0,) * len(self.owners)
         for part, number in pairs:
             known = put(known, part, number)
@@ -565,7 +571,7 @@ class QuorumExplorer(Explorer):
                 if gone != machine:
                     yield world._replace(servers=put(world.servers, k, gone))
         for k, machine in enumerate(world.servers):
-            for at, (_, came, _) in enumerate(self.machines.things[machine].held[0]):
+            for at, (_, came, *_) in enumerate(self.machines.things[machine].held[0]):
                 if came:
                     short = put(world.servers, k, self.closes(machine, k, at))
                     yield world._replace(servers=short)

@@ -1,4 +1,4 @@
-"""Nobody waits for all: fast, slow, dying and late workers, and each sample counts once.
+"""Nobody waits for all: fast, slow, dying and late workers, each sample counted once.
 
     python examples/train_decoupled.py
     python examples/train_decoupled.py --epochs 10 --picture short.png
@@ -38,12 +38,13 @@ PLACES, PERIOD, PARTS, DELAY, BATCH, SEED = 4, 8, 2, 1, 32, 0
 STEP_SECONDS, SLOWER = 0.02, 4  # as if a step were that long
 WORKERS = ("leaves on notice", "leaves on notice", "is killed", "is slow", "is late")
 # After so many steps, in its first life.
-SIGNALS = {0: (60, signal.SIGTERM), 1: (90, signal.SIGTERM), 2: (30, signal.SIGKILL)}
+SIGNALS = {0: (40, signal.SIGTERM), 1: (60, signal.SIGTERM), 2: (25, signal.SIGKILL)}
 parser = argparse.ArgumentParser(description="Workers of which a quorum meets.")
 parser.add_argument("--epochs", type=int, default=30, help="how often a sample counts")
 parser.add_argument("--picture", default="", help="where a picture goes")
 options = parser.parse_args()
-ray.init(num_cpus=PLACES, include_dashboard=False, log_to_driver=False)
+here = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+ray.init(num_cpus=PLACES, **here)
 
 images, labels = load_digits(return_X_y=True)
 images, labels = np.asarray(images / 16, np.float32), labels.astype(np.int32)
@@ -109,13 +110,9 @@ table = Table("worker", "", "rounds", "late", "died", "joined at", "left at")
 for worker, what in enumerate(WORKERS):
     kinds = ("push", "dropped", "lost")
     counts = [str(history.count(kind, worker)) for kind in kinds]
-    both = [seconds_of(kind, worker) for kind in ("join", "left")]
-    table.add_row(
-        str(worker),
-        what,
-        *counts,
-        *(", ".join(f"{at:.1f} s" for at in x) for x in both),
-    )
+    times = [seconds_of(kind, worker) for kind in ("join", "left")]
+    both = [", ".join(f"{at:.1f} s" for at in of_kind) for of_kind in times]
+    table.add_row(str(worker), what, *counts, *both)
 Console().print(table)
 
 MARKS = {

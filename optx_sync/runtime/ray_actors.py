@@ -560,20 +560,22 @@ class WorkerActor:
         told = _Notice()
         worker_fn, connection, params, inner, agreement, options = start
         worker = Worker(connection, params, inner, agreement, index=index, **options)
-        try:
-            told.worker, worker.preempted = worker, told.came
-            worker_fn(worker)
-        except Preempted:
-            connection.leave(index)
-            connection.finish(index)
-            return None
-        except SystemExit as error:  # Ray would take the process for dead.
-            if error.code not in (None, 0):
-                raise RuntimeError(
-                    f"Worker {index} left with sys.exit({error.code!r})."
-                ) from None
-        connection.leave(index)  # Nobody waits for this worker any more.
-        worker.land()
+        told.worker, worker.preempted, again = worker, told.came, True
+        while again:
+            try:
+                worker_fn(worker)
+            except Preempted:
+                connection.leave(index)
+                connection.finish(index)
+                return None
+            except SystemExit as error:  # Ray would take the process for dead.
+                if error.code not in (None, 0):
+                    raise RuntimeError(
+                        f"Worker {index} left with sys.exit({error.code!r})."
+                    ) from None
+            connection.leave(index)  # Nobody waits for this worker any more.
+            worker.land()
+            again = worker.resumes()
         connection.finish(index)
         return worker.unpushed
 

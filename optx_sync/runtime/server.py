@@ -345,8 +345,9 @@ class Server:
         """
         with self._changed:
             for part, held in zip(self.parts, self._held, strict=True):
-                while held.short:
-                    what = f"A meeting of part {part} is short: {held.short.pop(0)}."
+                said, held.short = held.short, ()
+                for what in said:
+                    what = f"A meeting of part {part} is short: {what}."
                     self._note("short", -1, message=what)
             since = since if boot == self._boot else 0
             del self._events[: max(since - self._forgotten, 0)]
@@ -444,6 +445,16 @@ class Server:
             self._places[worker],
         )
 
+    def _lacking(self, worker: int, part: int) -> dict[int, JoinedPart]:
+        """The other parts of which a worker has missed meetings, as they are now."""
+        places, found = self._book.entries[worker].places, {}
+        for other, held, place in zip(self.parts, self._held, places, strict=True):
+            if other != part and held.lacks(worker):
+                held.join(worker)
+                current = held.current()
+                found[other] = JoinedPart(current, place.round, held.global_step)
+        return found
+
     def _apply(
         self, request: protocol.Send, push: Push | None, book: Book
     ) -> tuple[Answer, Reply | None]:
@@ -461,6 +472,7 @@ class Server:
             message = f"the center would overflow {_of(push)}"
             return self._refuse(push, message), None
         if not reply.used:
+            reply = reply._replace(others=self._lacking(worker, push.part))
             book = protocol.dropped(book, worker, request.part)
         self._book = book
         if self._ledger is not None:

@@ -258,12 +258,26 @@ class Worker:
                     self.index, self.incarnation, self._holds(), LEASES_AHEAD
                 )
                 if ahead == []:
+                    self._exhausted = True
                     return
                 self._leases.extend(ahead or ())
                 if not ahead:
                     time.sleep(0.02)
             self._lease = self._leases.popleft()
             yield self._lease
+
+    def resumes(self) -> bool:
+        """Whether the program, which has ended, is to run again: samples are left.
+
+        What it handed in last came late, and others, who had none left, have ended. If
+        so, the worker starts anew from the center.
+        """
+        found: list[Lease] | None = None if self._exhausted else []
+        while found is None:
+            found = self.connection.lease(self.index, self.incarnation, [], 1)
+        if found:
+            self.pull()
+        return bool(found)
 
     def _holds(self) -> list[int]:
         """The numbers of the ranges that are not known to be absorbed."""
@@ -431,6 +445,10 @@ class Worker:
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)
+            for other, fresh in reply.others.items():
+                self._own.renew(other, fresh.arrays, self._place)
+                self._steps[other], self._confirms[other] = fresh.global_step, 0
+                self._tokens[other] = 0.0
         if not answers:
             self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
@@ -459,6 +477,7 @@ class Worker:
         # the last push to the first server.
         self._lease: Lease | None = None
         self._leases: deque[Lease] = deque()
+        self._exhausted: bool = False  # whether `samples` has come to its end
         self._walked: list[int] = []
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
         self._steps: dict[int, int] = {

@@ -117,6 +117,36 @@ def test_samples_that_came_late_are_others():
     assert server._ledger.lease(0, quick[0]._holds(), 1) == [late]
 
 
+def test_what_came_late_at_the_end_is_done_by_its_worker():
+    server, start = party(meet=quorum(2), workers=3, period=100)
+    first, second, slow = (start(index) for index in range(3))
+    mine = slow.samples()
+    for _ in range(8):
+        marked(slow, next(mine))
+    for worker in (first, second):
+        marked(worker, next(worker.samples()))
+        worker._leases.clear()  # it takes one at a time here
+    for lease in first.samples():
+        marked(first, lease)
+    assert next(mine, None) is None
+    for worker in (first, second):
+        worker.flush()
+    for worker in (first, second):
+        server.leave(worker.index)
+        worker.land()
+        assert worker.used and not worker.resumes()
+    slow.flush()
+    server.leave(slow.index)
+    slow.land()
+    assert not slow.used and slow.resumes()
+    for lease in slow.samples():
+        marked(slow, lease)
+    slow.flush()
+    server.leave(slow.index)
+    slow.land()
+    assert not slow.resumes() and (seen(server, 2.0) > 0).all()
+
+
 def test_a_notice_hands_in_all_that_a_worker_has():
     server, start = party(period=10)
     first = start(0)

@@ -2,7 +2,6 @@
 """The center under a rule, as its server holds it."""
 
 import itertools
-import math
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ from optx_sync.center.contract import Round
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
 from optx_sync.runtime.agreements.bounds import bound
+from optx_sync.runtime.agreements.contract import AtOnce
 from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
 from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
 from optx_sync.runtime.agreements.saved import (
@@ -73,7 +73,7 @@ class CodedAnswers:
         return messages, plus_decoded(self.exchange, messages, known)
 
 
-class Center:
+class Center(AtOnce):
     """The center under a rule, as its server holds it.
 
     Contributions that are only added are added in place. Otherwise the next center is
@@ -246,16 +246,6 @@ class Center:
     def staleness(self, worker: int) -> int:
         """The rounds since a worker last took the center that were not dropped."""
         return self.applied - self.seen[worker]
-
-    short: list[str] = []  # noqa: RUF012 # only read: no meeting waits for others
-
-    def settle(self) -> float:
-        """A push is absorbed when it comes: there is nothing to wait for."""
-        return math.inf
-
-    def asks(self, worker: int, met: int) -> bool:
-        """Whether a worker is asked to push before its turn: never."""
-        return False
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker must wait for a token: never."""

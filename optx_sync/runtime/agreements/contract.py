@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a run, and the interfaces of an agreement's two sides."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +31,24 @@ class Settings(NamedTuple):
         known = self._asdict()
         del known["keep_local"]
         return known
+
+
+class AtOnce:
+    """A server's side where no push waits for one of a part's other workers."""
+
+    short: tuple[str, ...] = ()  # of meetings that closed with too few
+
+    def settle(self) -> float:
+        """Close what is to be closed now; the seconds until the next time."""
+        return math.inf
+
+    def asks(self, worker: int, met: int) -> bool:
+        """Whether a worker is asked to push before its turn."""
+        return False
+
+    def lacks(self, worker: int) -> bool:
+        """Whether there were meetings that a worker has not taken."""
+        return False
 
 
 class Way(NamedTuple):

@@ -66,7 +66,6 @@ class Meetings(Center):
         self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
         self.opened: float = 0.0  # the time at which the first one came
         self.closes: float | None = None  # the end of the grace, once enough have come
-        self.short: list[str] = []  # of meetings that closed with too few
         self.step_seconds: float = 0.0  # of the fastest that has come
         self.sync_seconds: float = 0.0  # what the last meeting took to merge
         self._meet: Any = jax.jit(self._run_meet)
@@ -113,7 +112,7 @@ class Meetings(Center):
             if waits > 0:
                 return waits
             need = self.quorum.required(len(present))
-            self.short.append(f"it closed with {len(workers)} of {need} workers")
+            self.short += (f"it closed with {len(workers)} of {need} workers",)
             self.closes = now
         if self.closes is None:
             seconds = self.quorum.grace_seconds(
@@ -184,6 +183,10 @@ class Meetings(Center):
         return met != self.global_step or (
             bool(self.came) and not self._has_come(worker)
         )
+
+    def lacks(self, worker: int) -> bool:
+        """Whether the center has moved since a worker took it; not while it waits."""
+        return bool(self.staleness(worker)) and not self._has_come(worker)
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker has contributed to the meeting that is open."""

@@ -267,6 +267,19 @@ class OfCenter:
         if read:  # Views, which the next answer overwrites.
             jax.block_until_ready(params)
 
+    def renew(self, part: int, arrays: Arrays, place: contract.Place) -> None:
+        """Take a part whose meetings were missed, if a worker takes the center."""
+        if self.took != "after":
+            return
+        pick, put = self.layout.pick, self.layout.whole.put
+        center = jax.tree.map(jnp.array, tree_of(arrays, pick(self.like, part)))
+        params = work.round_like(center, pick(self.params, part))
+        self.taken = place(put(self.taken, part, center))
+        self.params = place(put(self.params, part, params))
+        zeros = jax.tree.map(jnp.zeros_like, pick(self.accumulated, part))
+        self.accumulated = put(self.accumulated, part, zeros)
+        self.ages[part] = 0
+
     def _run_take(self, part, passing, read, donated):
         (params, taken, kept), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put

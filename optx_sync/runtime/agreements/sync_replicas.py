@@ -3,7 +3,6 @@
 
 import copy
 import dataclasses
-import math
 from collections import deque
 from typing import Any
 
@@ -105,7 +104,7 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
 _NOTED = ("global_step", "count", "local_steps", "accepted_at", "was_used", "waiting")
 
 
-class Updates:
+class Updates(contract.AtOnce):
     """The server's side: the parameters, an accumulator and the tokens."""
 
     def __init__(
@@ -208,16 +207,6 @@ class Updates:
     def staleness(self, worker: int) -> int:
         """The updates since the token of a worker."""
         return max(self.global_step - self.local_steps[worker], 0)
-
-    short: list[str] = []  # noqa: RUF012 # only read: no meeting waits for others
-
-    def settle(self) -> float:
-        """An update is made by a gradient, never by the clock."""
-        return math.inf
-
-    def asks(self, worker: int, met: int) -> bool:
-        """Whether a worker is asked to push before its turn: never."""
-        return False
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker waits for a token."""
@@ -327,6 +316,9 @@ class OfUpdates:
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
+
+    def renew(self, part: int, arrays: Arrays, place: contract.Place) -> None:
+        """There is one part, and no meeting that can be missed."""
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
