@@ -93,6 +93,7 @@ table: $(VENV)/demo-installed
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
 	$(RUN)/python benchmarks/recovery.py $(QUICK)
+	$(RUN)/python benchmarks/timeline.py $(QUICK)
 
 # Kills processes of a lockstep run on Ray Train: an hour.
 deaths: $(VENV)/bench-installed
