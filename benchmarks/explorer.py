@@ -496,6 +496,7 @@ class QuorumExplorer(Explorer):
                 tuple(sorted(one.dropped)),
                 # At most one: it is asked only whether a worker lacks meetings.
                 tuple(min(one.staleness(w), 1) for w in range(self.workers)),
+                (tuple(sorted(one.strangers)), one.restored * bool(one.strangers)),
             )
             for one in server._held
         )
@@ -508,7 +509,9 @@ class QuorumExplorer(Explorer):
         thawed = super().thawed(number, server)
         helds, left = self.machines.things[number].held
         thawed._left = set(left)
-        for held, (step, came, dropped, lacks) in zip(thawed._held, helds, strict=True):
+        for held, state in zip(thawed._held, helds, strict=True):
+            step, came, dropped, lacks, (strangers, restored) = state
+            held.strangers, held.restored = set(strangers), restored
             held.center = {k: np.asarray(x) for k, x in held.center.items()}
             held.before, held.global_step, held.took = held.center, step, {}
             held.came = [

@@ -126,7 +126,7 @@ CELLS = [
     Cell("agn", "both", "150 kB", 2, False, 3),
     Cell("local_sgd", "servers", "1 kB", 3, False, 4),
     Cell("diloco", "servers", "150 kB", 2, True, 3),
-    Cell("quorum 3 of 4", "workers", "150 kB", 1),
+    Cell("quorum 3 of 4", "both", "1.2 MB", 1),
     Cell("quorum 3 of 4", "servers", "1.2 MB", 1),
     Cell("quorum 3 of 4", "both", "150 kB", 1),
 ]
@@ -608,6 +608,7 @@ def main():
     some = {"some": len(cells), "all": len(CELLS)}
     page.text("chosen" if len(cells) >= len(CELLS) else "some", **some)
     ray.init(
+        "local",  # Never another cluster that happens to run here.
         num_cpus=WORKERS,  # A place for each.
         include_dashboard=False,
         log_to_driver=False,

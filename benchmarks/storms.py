@@ -558,11 +558,15 @@ class Weather(NamedTuple):
 
 def row(weather: Weather, found: Found, calm: float) -> list[Any]:
     """What the table shows of it, beside the steps a second of a calm run."""
-    hourly = 3600 * found.faults / weather.seconds
+    hourly = round(3600 * found.faults / weather.seconds)
+    if found.ended != "yes":  # There may be no center to compare with.
+        blank = ["" for _ in range(9)]
+        began = [weather.name, weather.seconds, found.faults, hourly, found.pushes]
+        return [*began, *blank, found.ended]
     marks = [found.late, found.lost, found.beyond, found.untold, found.twice]
     part = f"{found.participation:.2f} of {weather.party.workers}"
     return [
-        weather.name, weather.seconds, found.faults, round(hourly), found.pushes,
+        weather.name, weather.seconds, found.faults, hourly, found.pushes,
         f"{found.commits:.1%}", *marks, found.torn, part,
         f"{found.rate / calm:.1%}", found.ended,
     ]  # fmt: skip
