@@ -117,7 +117,7 @@ def trained(settings) -> tuple[np.ndarray, Any, Said]:
     """How often the center has each sample, the history, and what was done when."""
     folder, said = pathlib.Path(tempfile.mkdtemp(prefix="timeline")), []
     nodes: list[subprocess.Popen] = []
-    here = {"include_dashboard": False, "log_to_driver": False}
+    here: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     # The node that joins writes the cluster's address where others look for theirs.
     ray.init(address="local", num_cpus=PLACES, _temp_dir=str(folder), **here)
     given = folder, nodes, settings, said
