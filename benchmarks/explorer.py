@@ -208,7 +208,7 @@ class Explorer:
             Machine(server._book, centers, server._checkpoints.frozen(), held)
         )
 
-    def held(self, server):
+    def held(self, server) -> tuple:
         """What else a server holds, as tuples."""
         return ()
 
@@ -246,7 +246,7 @@ class Explorer:
         assert not isinstance(answer, protocol.Refused), answer
         return self.frozen(thawed), answer, self.told(came)
 
-    def told(self, came):
+    def told(self, came) -> Any:
         """What else an answer says to a program."""
 
     def _restarts(self, machine, server, damaged):
