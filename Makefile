@@ -93,6 +93,7 @@ table: $(VENV)/demo-installed
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
 	$(RUN)/python benchmarks/recovery.py $(QUICK)
+	$(RUN)/python benchmarks/timeline.py $(QUICK)
 
 # Every kind of fault on two hosts, as root: an hour and a half; goes on with STORMS=--resume.
 storms: $(VENV)/bench-installed

@@ -208,7 +208,7 @@ class Explorer:
             Machine(server._book, centers, server._checkpoints.frozen(), held)
         )
 
-    def held(self, server):
+    def held(self, server) -> tuple:
         """What else a server holds, as tuples."""
         return ()
 
@@ -246,7 +246,7 @@ class Explorer:
         assert not isinstance(answer, protocol.Refused), answer
         return self.frozen(thawed), answer, self.told(came)
 
-    def told(self, came):
+    def told(self, came) -> Any:
         """What else an answer says to a program."""
 
     def _restarts(self, machine, server, damaged):
@@ -476,11 +476,13 @@ class Explorer:
 class QuorumExplorer(Explorer):
     """Workers that share meetings: all of them are needed, but for those that left.
 
-    A program that has ended leaves, as `run` tells the servers. Patience may end in any
-    meeting: after a server has gone back, two may wait in different ones.
+    A program that has ended leaves, as `run` tells the servers. Patience ends a meeting
+    at any time, or, which are fewer worlds, where nobody else goes on: after a server
+    has gone back, two may wait in different meetings.
     """
 
-    def __init__(self, *given, **named):
+    def __init__(self, *given, patient=False, **named):
+        self.patient = patient
         self.meeting = {"meet": oxs.runtime.quorum(given[0])}
         super().__init__(*given, **named)
         self.leaves = functools.cache(self._leaves)
@@ -573,7 +575,8 @@ class QuorumExplorer(Explorer):
                 gone = self.leaves(machine, k, w)
                 if gone != machine:
                     yield world._replace(servers=put(world.servers, k, gone))
-        for k, machine in enumerate(world.servers):
+        waits = self.patient and self.goes_on(world)
+        for k, machine in enumerate(() if waits else world.servers):
             for at, (_, came, *_) in enumerate(self.machines.things[machine].held[0]):
                 if came:
                     short = put(world.servers, k, self.closes(machine, k, at))
@@ -581,6 +584,18 @@ class QuorumExplorer(Explorer):
         for there in super().following(world):
             if there != world:  # One that waits asks again, and nothing has changed.
                 yield there
+
+    def goes_on(self, world):
+        """Whether anything happens by itself, but for the end of patience."""
+        calm = world._replace(deaths=0, losses=0)
+        if any(there != calm for there in super().following(calm)):
+            return True
+        ended = [w for w, p in enumerate(world.programs) if self.wants(p) is None]
+        return any(
+            self.leaves(machine, k, w) != machine
+            for k, machine in enumerate(world.servers)
+            for w in ended
+        )
 
     def explore(self):
         with mock.patch.object(server_module, "TOKEN_SECONDS", 0.0):

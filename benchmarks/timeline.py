@@ -117,7 +117,7 @@ def trained(settings) -> tuple[np.ndarray, Any, Said]:
     """How often the center has each sample, the history, and what was done when."""
     folder, said = pathlib.Path(tempfile.mkdtemp(prefix="timeline")), []
     nodes: list[subprocess.Popen] = []
-    here = {"include_dashboard": False, "log_to_driver": False}
+    here: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     # The node that joins writes the cluster's address where others look for theirs.
     ray.init(address="local", num_cpus=PLACES, _temp_dir=str(folder), **here)
     given = folder, nodes, settings, said
@@ -174,17 +174,17 @@ def study(page, settings):
     back = next(at for at in times[STOPPED] if at > said.go_on) - said.go_on
     join, first = of["join"][JOINING][0], of["push"][JOINING][0]
     left = [next(e for e in of["left"][w] if e.time > said.notice) for w in LEAVING]
-    last = [[e for e in of["push"][w] if e.time <= gone.time][-1]
-            for w, gone in zip(LEAVING, left, strict=True)]  # fmt: skip
     again = [[e for e in of["join"][w] if e.time > gone.time]
              for w, gone in zip(LEAVING, left, strict=True)]  # fmt: skip
     counted, most = int((seen == 1).sum()), int(seen.max())
     page.table("happened", [
         [f"worker {STOPPED}: late contributions after its stop, dropped", len(late)],
         [f"worker {STOPPED}: seconds from SIGCONT to its next round", f"{back:.1f}"],
-        [f"worker {JOINING}: meetings before it joined", join.global_step],
-        [f"worker {JOINING}: its first round is meeting", 1 + first.global_step
-         - (first.global_step > join.global_step)],
+        [f"worker {JOINING}: rounds of each of the others from its joining until its "
+         "first one", max(sum(join.time < at < first.time for at in times[w])
+                          for w in range(PLACES))],
+        [f"worker {JOINING}: late contributions before it, while its first step was "
+         "compiled", sum(e.time < first.time for e in of["dropped"][JOINING])],
         [f"worker {JOINING}: seconds from joining to that round",
          f"{first.time - join.time:.1f}"],
         [f"workers {LEAVING[0]}, {LEAVING[1]}: seconds from SIGTERM until they had "
@@ -195,16 +195,19 @@ def study(page, settings):
          f"{len(seen)}, {counted}"],
         ["the most often that it has one", most],
     ])  # fmt: skip
-    page.picture(drawn(of, said, history))
+    page.picture(drawn(of, said))
     steps = [b.seconds for pushes in of["push"] for b in pushes]
     page.text("load", load=round(os.getloadavg()[0], 1), cores=os.cpu_count(),
               exchange=spread(steps, 3))  # fmt: skip
-    page.data(settings=settings, said=said._asdict(), last=[e.round for e in last],
-              events=[[e.kind, e.worker, e.time, e.global_step, e.local_step]
-                      for e in history.events])  # fmt: skip
+    since = {name: at - said.begin for name, at in said._asdict().items()}
+    events = [
+        [e.kind, e.worker, round(e.time - said.begin, 2), e.global_step, e.local_step]
+        for e in history.events
+    ]
+    page.data(settings=settings, said=since, events=events)
 
 
-def drawn(of: Any, said: Said, history: Any) -> Figure:
+def drawn(of: Any, said: Said) -> Figure:
     """A panel for each worker: its rounds against seconds."""
     figure = Figure(figsize=(5.8, 6.2), layout="constrained")
     panels = figure.subplots(WORKERS, sharex=True, sharey=True)

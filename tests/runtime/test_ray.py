@@ -616,3 +616,30 @@ def test_run_starts_ray_where_there_is_none_and_stops_it():
     code = oxs.exchange.error_feedback(oxs.exchange.quantized())
     one_worker_is_the_replay(oxs.rules.diloco(), 2, code)
     assert not ray.is_initialized()
+
+
+def test_each_sample_counts_once_though_workers_die_and_leave(tmp_path):
+    total = 60
+    samples = runtime.Samples(total, 2)
+
+    def train(worker):
+        for lease in worker.samples():
+            grads = np.zeros(total, np.float32)
+            grads[lease.start : lease.stop] = -1
+            if lease.number in (9, 14):  # What it leased ahead is another's.
+                told = tmp_path / f"{lease.number}"
+                if not told.exists():
+                    told.touch()
+                    how = signal.SIGKILL if lease.number == 9 else signal.SIGTERM
+                    os.kill(os.getpid(), how)
+            worker.step({"seen": grads})
+            time.sleep(0.02)
+        worker.flush()
+
+    rule, params = oxs.rules.local_sgd(), {"seen": np.zeros(total, np.float32)}
+    center, history = runtime.run(
+        train, params, ONE, rule, num_workers=2, communication_period=3,
+        samples=samples,
+    )  # fmt: skip
+    np.testing.assert_allclose(center["seen"], 0.5)
+    assert history.count("lost") == 1 and history.count("left") >= 3
