@@ -30,6 +30,9 @@ WRONG = {
         lambda logs, center: center["0"].__setitem__(0, -7), {"twice": 1},
     ),
     "twice in one": (lambda logs, center: center["0"].__setitem__(0, -8), {"twice": 1}),
+    "twice in one of four": (
+        lambda logs, center: center["0"].__setitem__(0, -6), {"twice": 1},
+    ),
     "late, and there": (
         lambda logs, center: center["0"].__setitem__(2, -4), {"twice": 1},
     ),
