@@ -3,6 +3,7 @@
 import json
 import math
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
             center[str(line["part"])][line["place"]] = -storms.MARK / 3
     change, found = WRONG[what]
     change(logs, center)
-    halves = {f"{half}_{part}": x for half in "ab" for part, x in center.items()}
+    halves: Any = {f"{half}_{part}": x for half in "ab" for part, x in center.items()}
     for worker, lines in enumerate(logs):
         text = "\n".join(map(json.dumps, lines))
         (tmp_path / f"worker_{worker}_1.jsonl").write_text(text)
@@ -61,5 +62,6 @@ def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
     if what == "nothing":
         assert said["participation"] == 3.0 and math.isclose(said["commits"], 9 / 15)
         halves["a_2"][7] = 1.0
-        np.savez(tmp_path / "center.npz", **halves | {"b_2": np.zeros(storms.FLOATS)})
+        halves["b_2"] = np.zeros(storms.FLOATS)
+        np.savez(tmp_path / "center.npz", **halves)
         assert storms.judge(storm, 10.0).torn == 1

@@ -14,6 +14,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker, one, quorum
+from optx_sync.runtime.messages import Pending
 
 WORKERS, STEPS = 4, 24
 RNG = np.random.default_rng(0)
@@ -315,7 +316,7 @@ def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
             incarnation = servers[push.part]._book.entries[0].incarnation
             reply = servers[push.part].push(push._replace(incarnation=incarnation))
             used = push.part != dropped or push.round > 1
-            return oxs.runtime.messages.Pending(lambda: reply._replace(used=used))
+            return Pending(lambda: reply._replace(used=used))
 
     both: Any = Both()
     worker = Worker(both, PARAMS, INNER, DILOCO, index=0, num_servers=2, **settings)
