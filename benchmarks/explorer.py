@@ -494,8 +494,6 @@ class QuorumExplorer(Explorer):
                 one.global_step,
                 tuple((c.worker, c.number, self.mark(c)) for c in one.came),
                 tuple(sorted(one.dropped)),
-                # At most one: it is asked only whether a worker lacks meetings.
-                tuple(min(one.staleness(w), 1) for w in range(self.workers)),
                 (tuple(sorted(one.strangers)), one.restored * bool(one.strangers)),
             )
             for one in server._held
@@ -510,7 +508,7 @@ class QuorumExplorer(Explorer):
         helds, left = self.machines.things[number].held
         thawed._left = set(left)
         for held, state in zip(thawed._held, helds, strict=True):
-            step, came, dropped, lacks, (strangers, restored) = state
+            step, came, dropped, (strangers, restored) = state
             held.strangers, held.restored = set(strangers), restored
             held.center = {k: np.asarray(x) for k, x in held.center.items()}
             held.before, held.global_step, held.took = held.center, step, {}
@@ -518,7 +516,6 @@ class QuorumExplorer(Explorer):
                 Came(worker, 1, 1.0, count, self.marked(held, mark))
                 for worker, count, mark in came
             ]
-            held.applied, held.seen = 1, [1 - one for one in lacks]
             held.dropped, held.left, held.closes = set(dropped), set(left), None
         return thawed
 
@@ -538,13 +535,12 @@ class QuorumExplorer(Explorer):
         return self.frozen(thawed)
 
     def told(self, came):
-        """(the meetings of the part and of others, whether it was used), or nothing."""
+        """(the meetings of the part, or of all; whether it was used), or nothing."""
         if isinstance(came, oxs.runtime.Joined):
             parts = came.parts.items()
             return (None, *((p, x.global_step) for p, x in parts)), True
         if isinstance(came, oxs.runtime.Reply) and not came.waiting:
-            others = ((p, x.global_step) for p, x in came.others.items())
-            return (came.global_step, *others), came.used
+            return (came.global_step,), came.used
         return None
 
     def heard(self, program, told):

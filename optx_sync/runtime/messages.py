@@ -100,8 +100,6 @@ class Reply(NamedTuple):
     round: int = 0  # the number of this push
     lost: int = 0  # earlier pushes of this worker that were lost with the server
     number: int = 0  # the number of this answer; the next push confirms it
-    # To one that came late: the other parts of which it has missed meetings.
-    others: dict[int, "JoinedPart"] = {}  # noqa: RUF012 # only read
 
 
 class Pending(NamedTuple):

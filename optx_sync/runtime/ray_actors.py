@@ -197,6 +197,8 @@ class RayConnection:
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
+        # Those that are not answered yet: several, where workers share meetings.
+        self._under_way: dict[tuple[int, int], set[tuple[int, int]]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
         self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
@@ -220,6 +222,7 @@ class RayConnection:
                 raise ValueError(client.message)
             self._clients[worker, server] = client
             self._pushes[worker, server] = {}
+            self._under_way.pop((worker, server), None)
             found.append(joined)
         parts, state, step, place = {}, {}, 0, ""
         for one in sorted(found, key=lambda one: one.local_step):
@@ -257,10 +260,13 @@ class RayConnection:
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
         self._pushes.setdefault(key, {})[position, serial] = push
+        under_way = self._under_way.setdefault(key, set())
+        under_way.add((position, serial))
         talk = _Conversation(self, number, client)
 
         def answer() -> Reply:
             after, reply = talk.end()
+            under_way.discard((position, serial))
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
             self._keep(key, after)
@@ -295,13 +301,28 @@ class RayConnection:
 
     def _keep(self, key: tuple[int, int], client: Client) -> None:
         """Keep the state of the protocol, and the pushes that may be sent again."""
+        client = self.with_news(client, key[1])
         kept = {(p, s) for p, line in enumerate(client.lines) for s in line.kept}
-        needed = kept | set(client.sending)
+        needed = kept | set(client.sending) | self._under_way.get(key, set())
         pushes = self._pushes.get(key, {})
         self._pushes[key] = {
             name: push for name, push in pushes.items() if name in needed
         }
         self._clients[key] = client
+
+    def with_news(self, client: Client, server: int) -> Client:
+        """A client with what others of the same worker have heard of its pushes."""
+        newest = self._clients.get((client.worker, server), client)
+        if newest.incarnation != client.incarnation:
+            return client
+        return client._replace(lines=newest.lines, epoch=newest.epoch)
+
+    def note(self, client: Client, server: int) -> None:
+        """Let the others know what a client has heard."""
+        newest = self._clients.get((client.worker, server))
+        if newest is not None and newest.incarnation == client.incarnation:
+            news = newest._replace(lines=client.lines, epoch=client.epoch)
+            self._clients[client.worker, server] = news
 
     def finish(self, worker: int) -> None:
         """With `replay`, wait until a checkpoint covers what this worker has pushed."""
@@ -440,6 +461,9 @@ class _Conversation:
             if not there:
                 return False
             self._hear()
+            if self._client.phase == "token":  # Others have to come: ask again.
+                self._ask()
+                return False
         return True
 
     def _ask(self) -> tuple[Line, Any]:
@@ -465,7 +489,9 @@ class _Conversation:
         except (EOFError, OSError):  # The server died: ask through Ray.
             pass
         else:
-            client = protocol.hears(self._client, answer)
+            before = self._connection.with_news(self._client, self._server)
+            client = protocol.hears(before, answer)
+            self._connection.note(client, self._server)
             if came is not None:
                 self._payload = came
             if client.phase == "save" and client.tries:

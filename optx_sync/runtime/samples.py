@@ -3,7 +3,7 @@
 
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optx_sync.checks import integer
 
@@ -143,11 +143,11 @@ class Ledger:
         """A worker has died or left: what it held is free."""
         self._settle(worker, [])
 
-    def saved(self) -> list:
+    def saved(self) -> list[Any]:
         """The ledger as JSON."""
         return [self._next, self._free, list(self._held.items())]
 
-    def restore(self, saved: list, alive: set[int]) -> None:
+    def restore(self, saved: list[Any], alive: set[int]) -> None:
         """Go on from what was saved, with these workers, who may hold more since."""
         self._next, self._free, held = saved
         self._held, self.silent = dict(map(tuple, held)), alive

@@ -445,16 +445,6 @@ class Server:
             self._places[worker],
         )
 
-    def _lacking(self, worker: int, part: int) -> dict[int, JoinedPart]:
-        """The other parts of which a worker has missed meetings, as they are now."""
-        places, found = self._book.entries[worker].places, {}
-        for other, held, place in zip(self.parts, self._held, places, strict=True):
-            if other != part and held.lacks(worker):
-                held.join(worker)
-                current = held.current()
-                found[other] = JoinedPart(current, place.round, held.global_step)
-        return found
-
     def _apply(
         self, request: protocol.Send, push: Push | None, book: Book
     ) -> tuple[Answer, Reply | None]:
@@ -472,7 +462,6 @@ class Server:
             message = f"the center would overflow {_of(push)}"
             return self._refuse(push, message), None
         if not reply.used:
-            reply = reply._replace(others=self._lacking(worker, push.part))
             book = protocol.dropped(book, worker, request.part)
         self._book = book
         if self._ledger is not None:

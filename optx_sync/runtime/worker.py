@@ -223,18 +223,23 @@ class Worker:
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
         # Both are the program's own: an error in them changes nothing.
         due = self._own.is_due(self.local_step) or self._is_asked()
-        said = self._said(what_to_show) if due else None
+        may = due or (self._shared and self._sent is not None)
+        said = self._said(what_to_show) if may else None
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}
             if self._lease is not None:
                 self._walked.append(self._lease.number)
                 self._lease = None
-            at_once = said is not None and self._sent is None
-            self._own.step(grads, self._turn if at_once else ())
+            waits = [] if self._sent is None else [*self._sent.answers]
+            self._own.step(grads, self._turn if due and not waits else ())
             if self._own.steps >= self._delay or (due and not self._shared):
                 self._land(wait=not self._shared)
-            if said is not None and self._sent is None:
+            # A part that was taken just now has no step of its own yet.
+            fresh = self._shared and not {*waits}.isdisjoint(self._turn)
+            if waits and not fresh:
+                due = due or self._is_asked()
+            if said is not None and due and not fresh and self._sent is None:
                 self._set_out(self._turn, *said)
                 if not self._delay:
                     self._land()
@@ -445,10 +450,6 @@ class Worker:
             self._steps[part] = reply.global_step
             self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)
-            for other, fresh in reply.others.items():
-                self._own.renew(other, fresh.arrays, self._place)
-                self._steps[other], self._confirms[other] = fresh.global_step, 0
-                self._tokens[other] = 0.0
         if not answers:
             self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:

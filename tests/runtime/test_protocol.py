@@ -48,7 +48,7 @@ def test_exploration_finds_contributions_that_a_checkpoint_lacks(monkeypatch):
 
     monkeypatch.setattr(Meetings, "save", forgetful)
     with pytest.raises(AssertionError, match="lost without a word"):
-        QuorumExplorer(2, (0,), rounds=1).explore()
+        QuorumExplorer(2, (0,), rounds=2).explore()
 
 
 def test_exploration_finds_a_push_that_is_applied_twice(monkeypatch):

@@ -4,13 +4,16 @@ import threading
 import types
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Push, PushRefused, ray_actors, server
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
+from optx_sync.runtime.shared import Line
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
 # worker_fn, connection, parameters, inner, agreement, options
@@ -281,6 +284,50 @@ def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
         late.join(0)
     for part in (0, 1):
         connection.push(push(1, others[0], part))
+
+
+def test_parts_that_wait_at_a_server_that_comes_back_are_sent_again(
+    ray, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(ray_actors, "Line", lambda begins=False: Line())
+    monkeypatch.setattr(server, "TOKEN_SECONDS", 0.0)
+    settings: dict[str, Any] = {
+        "num_workers": 2,
+        "communication_period": 4,
+        "fragments": 2,
+        "delay": 1,
+        "meet": oxs.runtime.quorum(2),
+    }
+    saved = {"checkpoint_dir": tmp_path, "checkpoint_every": 1000}
+
+    def start(params):
+        return ServerActor(params, COUNT, {**settings, **saved})
+
+    handle = Handle(start(PARAMS))
+    workers = [
+        oxs.runtime.Worker(
+            RayConnection([handle], PARAMS, 2, 0, "runs/1"),
+            PARAMS,
+            optax.sgd(1.0),
+            COUNT,
+            index=index,
+            **settings,
+        )
+        for index in range(2)
+    ]
+    down = {name: -np.ones_like(value) for name, value in PARAMS.items()}
+    workers[0].step(down)
+    workers[0].flush()  # Both parts wait for the other worker.
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in PARAMS.items()}
+    handle.actor = start(shapes)
+    workers[1].step(down)
+    workers[1].flush()
+    for worker in workers:
+        worker.land()
+        assert worker.used and not worker.lost
+    center: Any = handle.actor.call("center")
+    for name in PARAMS:
+        np.testing.assert_array_equal(center[name], 2.0)
 
 
 def test_what_cannot_be_sent_is_named_and_not_shown():

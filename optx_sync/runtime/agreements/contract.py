@@ -46,10 +46,6 @@ class AtOnce:
         """Whether a worker is asked to push before its turn."""
         return False
 
-    def lacks(self, worker: int) -> bool:
-        """Whether there were meetings that a worker has not taken."""
-        return False
-
 
 class Way(NamedTuple):
     """Both sides of an agreement: constructors for server and worker."""

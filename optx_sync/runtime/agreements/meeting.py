@@ -43,6 +43,12 @@ class Meetings(Center):
     late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
     """
 
+    center: Arrays
+    outer: Tree
+    global_step: int
+    applied: int
+    short: tuple[str, ...]
+
     def __init__(
         self,
         params: Tree,
@@ -183,10 +189,6 @@ class Meetings(Center):
         return met != self.global_step or (
             bool(self.came) and not self._has_come(worker)
         )
-
-    def lacks(self, worker: int) -> bool:
-        """Whether the center has moved since a worker took it; not while it waits."""
-        return bool(self.staleness(worker)) and not self._has_come(worker)
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker has contributed to the meeting that is open."""

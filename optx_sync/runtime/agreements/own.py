@@ -159,7 +159,9 @@ class OfCenter:
         self.ages = [age + 1 for age in self.ages]
         self._advance(parts, True, grads)
 
-    def outgoing(self, parts: tuple[int, ...]) -> dict[int, tuple[dict, int]]:
+    def outgoing(
+        self, parts: tuple[int, ...]
+    ) -> dict[int, tuple[dict[str, Arrays], int]]:
         """By part: (the arrays to push, the steps since its last push)."""
         if not self.sent.keys() >= {*parts}:
             self._advance(parts, False, ())
@@ -266,19 +268,6 @@ class OfCenter:
         self.params, self.taken = place(params), place(taken)
         if read:  # Views, which the next answer overwrites.
             jax.block_until_ready(params)
-
-    def renew(self, part: int, arrays: Arrays, place: contract.Place) -> None:
-        """Take a part whose meetings were missed, if a worker takes the center."""
-        if self.took != "after":
-            return
-        pick, put = self.layout.pick, self.layout.whole.put
-        center = jax.tree.map(jnp.array, tree_of(arrays, pick(self.like, part)))
-        params = work.round_like(center, pick(self.params, part))
-        self.taken = place(put(self.taken, part, center))
-        self.params = place(put(self.params, part, params))
-        zeros = jax.tree.map(jnp.zeros_like, pick(self.accumulated, part))
-        self.accumulated = put(self.accumulated, part, zeros)
-        self.ages[part] = 0
 
     def _run_take(self, part, passing, read, donated):
         (params, taken, kept), (others, steps) = passing, read

@@ -309,16 +309,15 @@ class OfUpdates:
         self.grads = grads
         self.ages = [1]
 
-    def outgoing(self, parts: tuple[int, ...]) -> dict[int, tuple[dict, int]]:
+    def outgoing(
+        self, parts: tuple[int, ...]
+    ) -> dict[int, tuple[dict[str, Arrays], int]]:
         """The gradient to push."""
         self.ages = [0]
         return {0: ({"grads": arrays_of(self.grads)}, 1)}
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
-
-    def renew(self, part: int, arrays: Arrays, place: contract.Place) -> None:
-        """There is one part, and no meeting that can be missed."""
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the parameters."""
