@@ -471,7 +471,7 @@ def judge(storm: Storm, seconds: float) -> Found:
     last = min((x["time"] for x in lines if x["what"] == "end"), default=math.inf)
     if not (storm.folder / "center.npz").exists():
         blank = ["" for _ in range(9)]
-        return Found(len(storm.faults), len(acks), *blank, storm.ended)  # type: ignore
+        return Found(len(storm.faults), len(acks), *blank, storm.ended)  # type: ignore # no numbers
     center = np.load(storm.folder / "center.npz")
     value = [-center[f"a_{part}"].astype(float) for part in range(PARTS)]
     torn = sum(int((center[f"a_{p}"] != center[f"b_{p}"]).sum()) for p in range(PARTS))

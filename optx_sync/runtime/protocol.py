@@ -285,7 +285,7 @@ class Client(NamedTuple):
 
 
 def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
-    """Begin an operation: "enter", "send" a push, "token", "start", or "save"."""
+    """Begin an operation: "enter", "send" a push, "start", or "save"."""
     # With a push that is refused nothing is told: what was lost by then still is.
     lost = client.lost if client.phase == "refused" else 0
     client = client._replace(goal=goal, phase=goal, lost=lost, tries=0, message="")

@@ -258,16 +258,11 @@ class Worker:
             ValueError: The run has no `samples=`.
         """
         while True:
-            while not self._leases:
-                ahead = self.connection.lease(
-                    self.index, self.incarnation, self._holds(), LEASES_AHEAD
-                )
-                if ahead == []:
-                    self._exhausted = True
-                    return
-                self._leases.extend(ahead or ())
-                if not ahead:
-                    time.sleep(0.02)
+            if not self._leases:
+                self._leases.extend(self._leased(self._holds(), LEASES_AHEAD))
+            if not self._leases:
+                self._exhausted = True
+                return
             self._lease = self._leases.popleft()
             yield self._lease
 
@@ -277,12 +272,17 @@ class Worker:
         What it handed in last came late, and others, who had none left, have ended. If
         so, the worker starts anew from the center.
         """
-        found: list[Lease] | None = None if self._exhausted else []
-        while found is None:
-            found = self.connection.lease(self.index, self.incarnation, [], 1)
+        found = self._leased([], 1) if self._exhausted else []
         if found:
             self.pull()
         return bool(found)
+
+    def _leased(self, holds: list[int], count: int) -> list[Lease]:
+        """Lease ranges, once all others have said what they hold."""
+        lease = self.connection.lease
+        while (found := lease(self.index, self.incarnation, holds, count)) is None:
+            time.sleep(0.02)
+        return found
 
     def _holds(self) -> list[int]:
         """The numbers of the ranges that are not known to be absorbed."""

@@ -61,8 +61,7 @@ class Meetings(Center):
         self.quorum = quorum
         self.delay = delay  # the workers' steps from a push until they take the answer
         self.clock = clock
-        merge = all_reduce() if quorum.merge is None else quorum.merge
-        self.merge: Exchange = check_exchange(merge)
+        self.merge: Exchange = check_exchange(quorum.merge, all_reduce())
         self.came: list[Came] = []
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
