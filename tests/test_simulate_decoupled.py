@@ -294,6 +294,7 @@ changed(seconds=[0.0, 1.0])  # ValueError: Of worker 0 in step 0
 changed(seconds=[1.0], num_workers=2)  # ValueError: each of the 2
 changed(seconds=lambda worker, step: 1.0)  # TypeError: pass it where seconds is
 changed(until=0)  # ValueError: until must be
+changed(meet=oxs.runtime.SyncReplicas(2))  # TypeError: meet must be oxs.runtime.one
 changed(meet=2)  # TypeError: meet must be oxs.runtime.one
 changed(tokens=[1.0])  # ValueError: tokens must be a number for each
 changed(link=3.0)  # TypeError: link must be a function

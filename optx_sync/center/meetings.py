@@ -10,6 +10,7 @@ import math
 
 from optx_sync.checks import integer, interval
 from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.trees import brief, call_it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +166,15 @@ def quorum(
         Decoupled DiLoCo, arXiv 2604.21428.
     """
     return Quorum(k, grace, cap, merge, patience)
+
+
+def check_meet(meet: object) -> Quorum:
+    """`meet=` of a run, `one()` for `None`; a TypeError for anything else."""
+    if meet is None:
+        return one()
+    if not isinstance(meet, Quorum):
+        raise TypeError(
+            f"meet must be oxs.runtime.one() or oxs.runtime.quorum(...); got "
+            f"{brief(meet)}.{call_it(meet)}"
+        )
+    return meet

@@ -17,8 +17,15 @@ import numpy as np
 
 from optx_sync.center.checks import check_delay
 from optx_sync.center.fragments import steps_between
-from optx_sync.center.meetings import Quorum, one
+from optx_sync.center.meetings import Quorum, check_meet, one
 from optx_sync.checks import check_function, integer, interval
+from optx_sync.replicas.tokens import (
+    SyncReplicas,
+    Tokens,
+    hand_out,
+    tokens_of_update,
+    tokens_with,
+)
 
 # Of each worker a number, or `(worker, its step from 0 on) -> number`.
 PerStep: TypeAlias = Sequence[float] | Callable[[int, int], float]
@@ -51,11 +58,10 @@ class Happening(NamedTuple):
     # last one of the part; this one included.
     steps: int = 0
     tokens: float = 0.0  # behind so many steps, or of this STEP
-    staleness: int = 0  # of JOIN and LATE: meetings of the part since its worker's
-    number: int = (
-        0  # of STEP: steps of all before it; of a PUSH: of its worker's, from 1
-    )
-    come: tuple[int, ...] = ()  # of CLOSE: the workers whose contributions are absorbed
+    # Of JOIN and LATE: meetings of the part, or updates, since its worker knew of one.
+    staleness: int = 0
+    number: int = 0  # of STEP: steps of all before it; of a PUSH: its worker's, from 1
+    come: tuple[int, ...] = ()  # of CLOSE: whose contributions are absorbed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Timeline:
         kept_seconds: float[N], those of steps that are in the center: neither lost in a
             death, nor late, nor on the way, nor overwritten by an answer. A step counts
             for each part in turn.
+        meet: What `clock` was given.
     """
 
     events: tuple[Happening, ...]
@@ -81,6 +88,7 @@ class Timeline:
     bytes_down: np.ndarray
     step_seconds: np.ndarray
     kept_seconds: np.ndarray
+    meet: Quorum | SyncReplicas
 
     def of(self, *kinds: Kind) -> list[Happening]:
         """The events of these kinds."""
@@ -98,15 +106,19 @@ class Timeline:
 
     @property
     def participation(self) -> float:
-        """The mean over meetings of the share of all workers that came in time."""
+        """The mean over meetings of what came in time, per worker."""
         come = [len(event.come) for event in self.of(Kind.CLOSE)]
         return float(np.mean(come) / self.num_workers) if come else 0.0
 
     @property
     def workers(self) -> np.ndarray:
-        """int32[S], the worker of each step: the order for `asynchronous`."""
-        steps = self.of(Kind.STEP)
-        return np.asarray([event.worker for event in steps], np.int32)
+        """int32[S], the order for `asynchronous`: the worker of each step.
+
+        With `SyncReplicas` the order for `sync_replicas`: of each gradient that came.
+        """
+        of_meetings = isinstance(self.meet, Quorum)
+        kinds = (Kind.STEP,) if of_meetings else (Kind.JOIN, Kind.LATE)
+        return np.asarray([event.worker for event in self.of(*kinds)], np.int32)
 
 
 def clock(
@@ -114,8 +126,8 @@ def clock(
     *,
     until: float,
     num_workers: int | None = None,
-    meet: Quorum | None = None,
-    communication_period: int = 10,
+    meet: Quorum | SyncReplicas | None = None,
+    communication_period: int | None = None,
     delay: int | None = None,
     part_bytes: Sequence[float] = (0.0,),
     link: Link | None = None,
@@ -137,6 +149,12 @@ def clock(
     it starts with all parts of the center. One that is back at `inf` has left: no
     meeting waits for it.
 
+    With `SyncReplicas` it is the machine of `sync_replicas`: a worker sends each
+    gradient to the one server, which drops it (`LATE`) if its token is of an update
+    before the last one. R fresh ones are an update (`CLOSE`), which puts max(N, R)
+    tokens into the queue, and the worker waits for one. The queue knows of no death: a
+    worker has its token, or its place among those that wait, when it is back.
+
     The grace of a meeting counts on the last step of the fastest that has come, and
     twice the first one's link. What happens at the same second happens in this order:
     deaths, returns, ends of steps, arrivals, closings and answers; of the same kind, by
@@ -146,9 +164,10 @@ def clock(
         seconds: Of each worker's step: N numbers, or `(worker, step) -> seconds`.
         until: The second at which the clock stops.
         num_workers: N, where `seconds` is a function.
-        meet: `oxs.runtime.quorum(k)`, or `None` for `oxs.runtime.one()`.
+        meet: `oxs.runtime.quorum(k)`, or `oxs.runtime.SyncReplicas(r)`, or `None` for
+            `oxs.runtime.one()`.
         communication_period: H, a worker's steps from one contribution of a part to the
-            next.
+            next. `None`: 10. With `SyncReplicas` it is 1.
         delay: Steps from a contribution to its answer, at most H / P.
         part_bytes: [P], the bytes of each part in a message.
         link: `(worker, bytes, second) -> seconds` that a message takes, one of 0 bytes
@@ -161,7 +180,8 @@ def clock(
 
     Raises:
         TypeError: An argument of a wrong type.
-        ValueError: A number out of range; parts that do not divide the period.
+        ValueError: A number out of range; parts that do not divide the period; a
+            period, parts or a delay with `SyncReplicas`.
 
     Example:
         Of three workers one is slow, and a meeting waits for two of them:
@@ -182,17 +202,21 @@ def clock(
         num_workers = len(seconds) if num_workers is None else num_workers
     mend = "It is the number of workers; pass it where seconds is a function."
     num_workers = integer("num_workers", num_workers, mend)
-    meet = one() if meet is None else meet
-    if not isinstance(meet, Quorum):
-        raise TypeError(
-            "meet must be oxs.runtime.one() or oxs.runtime.quorum(k); got "
-            f"{meet!r}. `SyncReplicas` has `oxs.simulate.sync_replicas`."
-        )
+    agreement = meet if isinstance(meet, SyncReplicas) else None
+    meeting = one() if agreement else check_meet(meet)
     interval("(0, inf)", "It is in seconds.", until=until)
-    period = integer("communication_period", communication_period, "Pass 10, say.")
+    usual = 1 if agreement else 10
+    period = usual if communication_period is None else communication_period
+    period = integer("communication_period", period, "Pass 10, say.")
     delay, parts = check_delay(delay), [float(x) for x in part_bytes]
-    run = _Run(
-        meet=meet,
+    if agreement and (period, delay, len(parts)) != (1, 0, 1):
+        raise ValueError(
+            "communication_period=, delay= and several parts are for workers that meet "
+            "a center. With SyncReplicas every gradient is pushed whole, and its worker"
+            " waits for a token. Leave them out, or pass the bytes of one part."
+        )
+    settings: Any = dict(
+        meet=meeting,
         between=steps_between(period, len(parts), delay),
         delay=delay,
         parts=parts,
@@ -200,8 +224,8 @@ def clock(
         tokens=_per_step("tokens", tokens or [1.0] * num_workers, num_workers),
         link=(lambda worker, size, second: 0.0) if link is None else link,
         workers=[_Worker(len(parts)) for _ in range(num_workers)],
-        until=float(until),
     )
+    run = _Queue(**settings, agreement=agreement) if agreement else _Run(**settings)
     check_function("link", run.link, "It takes (worker, bytes, second).")
     for worker, dies, back in failures:
         integer("The worker of a failure", worker, f"There are {num_workers}.", 0)
@@ -213,7 +237,9 @@ def clock(
         run.later(dies, run.die, worker, back)
     for worker in range(num_workers):
         run.later(0.0, run.go_on, worker, 0)
-    return run.timeline()
+    run.until(until)
+    events, meet = tuple(run.events), agreement or meeting
+    return Timeline(events, num_workers, float(until), **run.totals, meet=meet)
 
 
 def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:
@@ -308,7 +334,6 @@ class _Run:
     tokens: Callable[[int, int], float]
     link: Link
     workers: list[_Worker]
-    until: float
 
     def __post_init__(self) -> None:
         self.queue: list[Any] = []
@@ -328,13 +353,11 @@ class _Run:
         order = _ORDER.index(what.__name__), who, self.set_off
         heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
 
-    def timeline(self) -> Timeline:
-        """Let all happen until the end."""
-        while self.queue and self.queue[0][0] <= self.until:
+    def until(self, second: float) -> None:
+        """Let all happen until then."""
+        while self.queue and self.queue[0][0] <= second:
             self.now, _, what, arguments = heapq.heappop(self.queue)
             what(*arguments)
-        number = len(self.workers)
-        return Timeline(tuple(self.events), number, self.until, **self.totals)
 
     def note(self, kind: Kind, worker: int = -1, part: int = -1, **more: Any) -> None:
         """Write down what happens now."""
@@ -411,7 +434,7 @@ class _Run:
         staleness = self.versions[part] - push.version
         if self.meet.shared and staleness:
             self.noted(Kind.LATE, push, staleness)
-            self.reply(push)
+            self.reply(push, self.versions[part])
             return
         if part not in self.meetings:
             self.meetings[part] = _Meeting(self.now, worker)
@@ -449,15 +472,15 @@ class _Run:
         self.note(Kind.CLOSE, part=part, come=tuple(sorted(meeting.come)))
         for worker, push in sorted(meeting.come.items()):
             self.totals["kept_seconds"][worker] += push.seconds / len(self.parts)
-            self.reply(push)
+            self.reply(push, self.versions[part])
 
-    def reply(self, push: _Push) -> None:
-        """Send a worker the center's part as it is now."""
+    def reply(self, push: _Push, version: int) -> None:
+        """Send a worker the center's part as it is now, or a token."""
         worker, size = push.worker, self.parts[push.part]
         if self.workers[worker].life == push.life:
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)
-            self.later(at, self.hear, worker, push.life, self.versions[push.part])
+            self.later(at, self.hear, worker, push.life, version)
 
     def hear(self, worker: int, life: int, version: int) -> None:
         """An answer comes to a worker, which takes it now if it waits."""
@@ -471,7 +494,9 @@ class _Run:
     def take(self, worker: int) -> None:
         """A worker takes the answer, if it is there and it is time."""
         w, sent = self.workers[worker], self.workers[worker].sent
-        if sent and w.answer and w.made.steps - sent.local_step >= self.delay:
+        if sent is None or w.answer is None:
+            return
+        if w.made.steps - sent.local_step >= self.delay:
             w.versions[sent.part], w.taken[sent.part] = w.answer, w.made
             w.sent = w.answer = None
             self.note(Kind.TAKE, worker, sent.part, steps=sent.made.steps)
@@ -495,3 +520,64 @@ class _Run:
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)
             self.later(at, self.go_on, worker, life)
+
+
+@dataclasses.dataclass
+class _Queue(_Run):
+    """The same with the server of `SyncReplicas`: who has a token, and who waits."""
+
+    agreement: SyncReplicas
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = len(self.workers)
+        self.tokens_left = Tokens(0, tokens_with(self.agreement, number))
+        self.local_steps = [0] * number  # the token that each took last
+        self.fresh: list[_Push] = []
+        self.waiting: dict[int, _Push] = {}
+        self.returned: dict[int, int] = {}  # of those that wait: the new life
+
+    def arrive(self, worker: int, push: _Push) -> None:
+        """A gradient comes to the server; its worker asks for a token."""
+        if self.workers[worker].life != push.life:
+            return
+        staleness = self.versions[0] - push.version
+        self.noted(Kind.LATE if staleness else Kind.JOIN, push, staleness)
+        if not staleness:
+            self.fresh.append(push)
+        if len(self.fresh) == self.agreement.replicas_to_aggregate:
+            self.update()
+        self.waiting[worker] = push
+        self.hand_out()
+
+    def update(self) -> None:
+        """The server makes an update, and tokens for the next one."""
+        number, required = len(self.workers), self.agreement.replicas_to_aggregate
+        self.versions[0] += 1
+        made = tokens_of_update(number, required)
+        self.tokens_left = Tokens(self.tokens_left.new, made)
+        self.note(
+            Kind.CLOSE, part=0, come=tuple(sorted(push.worker for push in self.fresh))
+        )
+        for push in self.fresh:
+            self.totals["kept_seconds"][push.worker] += push.seconds
+        self.fresh.clear()
+
+    def hand_out(self) -> None:
+        """All that wait take tokens, if there are any."""
+        waits = np.isin(np.arange(len(self.workers)), list(self.waiting))
+        # An update makes tokens for all workers: all that wait are served, or none.
+        served, late, self.tokens_left = hand_out(self.tokens_left, waits, place=1)
+        for worker in np.flatnonzero(served).tolist():
+            self.local_steps[worker] = self.versions[0] - int(late[worker])
+            self.reply(self.waiting.pop(worker), self.local_steps[worker])
+            if worker in self.returned:
+                self.back(worker, self.returned.pop(worker))
+
+    def back(self, worker: int, life: int) -> None:
+        """A worker starts again, with the token that it has, or once it has one."""
+        if worker in self.waiting:
+            self.returned[worker] = life
+            return
+        super().back(worker, life)
+        self.workers[worker].versions[0] = self.local_steps[worker]

@@ -14,7 +14,7 @@ from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments, Partition, check_fragments
-from optx_sync.center.meetings import Quorum, one
+from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange import landing
@@ -203,7 +203,7 @@ def decoupled(
     check_function("grad_fn", grad_fn, "It takes (worker, params, step).")
     contract.check_rule(rule, call)
     rule, exchange = contract.weighed(rule, weigh), coded.check_code(exchange, rule)
-    meet = one() if meet is None else meet
+    meet = check_meet(meet)
     params = jax.tree.map(jnp.asarray, params)
     center = work.start_center(params)
     parts = Partition(check_fragments(fragments), center)

@@ -5,12 +5,12 @@ from typing import Any, TypeAlias
 
 from optx_sync.center.contract import CenterRule
 from optx_sync.checks import integer
+from optx_sync.replicas.tokens import SyncReplicas
 from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.contract import Settings, Way
 from optx_sync.runtime.agreements.own import OfCenter
 from optx_sync.runtime.agreements.sync_replicas import (
     OfUpdates,
-    SyncReplicas,
     Updates,
     sync_replicas_way,
 )

@@ -2,27 +2,23 @@
 """Synchronous replicas with backup workers: the server's side and the workers'."""
 
 import copy
-import dataclasses
 from collections import deque
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optx_sync.center.meetings import one
 from optx_sync.checks import check_inner
 from optx_sync.replicas.accumulator import accumulate
-from optx_sync.replicas.averages import check_averages
 from optx_sync.replicas.tokens import (
     Chief,
     Held,
-    check_num_tokens,
-    check_replicas,
+    SyncReplicas,
     check_variables,
-    tokens_at_start,
     tokens_of_update,
+    tokens_with,
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
@@ -41,54 +37,9 @@ from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncReplicas:
-    """Synchronous replicas with backup workers, as an agreement of `run`.
-
-    Every worker pushes every gradient; the server drops what is stale, applies `inner`
-    to the mean of the first `replicas_to_aggregate` of them, and hands out
-    max(N, R) tokens of the new step. A worker waits for a token after each push.
-
-    The original is TensorFlow's `SyncReplicasOptimizer`, whose event by event replay is
-    `oxs.simulate.sync_replicas`. Here, with N >= R, a worker whose gradient was
-    accepted waits for the update that it is part of. The original lets it go on as soon
-    as any token is left over: it then computes a gradient that is stale on arrival,
-    which costs a third of the updates when one of four workers lags behind.
-
-    Attributes:
-        replicas_to_aggregate: R, the gradients that an update needs.
-        total_num_replicas: N, checked against the number of workers; `None`: any.
-        num_tokens: The tokens at the start; -1: R of them.
-        variable_averages: The decay of a moving average of the parameters, or a
-            schedule of the new global step. `None`: no average.
-
-    Example:
-        >>> from optx_sync.runtime import SyncReplicas
-        >>> SyncReplicas(3, total_num_replicas=4).num_tokens
-        -1
-    """
-
-    replicas_to_aggregate: int
-    total_num_replicas: int | None = None
-    num_tokens: int = -1
-    variable_averages: float | optax.Schedule | None = None
-
-    def __post_init__(self) -> None:
-        check_replicas(self.replicas_to_aggregate, self.total_num_replicas)
-        check_averages(self.variable_averages)
-        check_num_tokens(self.num_tokens)
-
-
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
     """The server's and workers' sides of synchronous replicas."""
-    total = agreement.total_num_replicas
-    if total not in (None, num_workers):
-        raise ValueError(
-            f"total_num_replicas={total}, but there are {num_workers} workers. "
-            "Leave it out, or make them equal."
-        )
-    required = agreement.replicas_to_aggregate
-    tokens_at_start(agreement.num_tokens, num_workers, required)
+    tokens_with(agreement, num_workers)
     return contract.Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
         work=lambda shapes, inner, layout: OfUpdates(shapes),
@@ -129,8 +80,7 @@ class Updates(contract.AtOnce):
         self.accepted_at: list[int] = [-1] * num_workers
         self.was_used: list[bool] = [True] * num_workers
         self.waiting: list[int] = []
-        tokens = tokens_at_start(agreement.num_tokens, num_workers, required)
-        self.tokens: deque[int] = deque([0] * tokens)
+        self.tokens: deque[int] = deque([0] * tokens_with(agreement, num_workers))
 
     def _move(self, held, grads, count, step):
         accumulated = _accumulated(held.accumulator, grads)

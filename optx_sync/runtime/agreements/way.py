@@ -10,30 +10,17 @@ from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import check_code, check_pull_code
 from optx_sync.center.contract import CenterRule, Period, Round
 from optx_sync.center.fragments import check_fragments, steps_between
-from optx_sync.center.meetings import Quorum, one
+from optx_sync.center.meetings import check_meet
 from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.contract import Settings, Way
 from optx_sync.runtime.agreements.meeting import Meetings
 from optx_sync.runtime.agreements.own import OfCenter, Terms, traffic
-from optx_sync.trees import brief, call_it
 
 
 def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
     """The `Round` that a rule's formulas get."""
     period = None if callable(communication_period) else communication_period
     return Round(num_workers, period, jnp.int32(steps))
-
-
-def check_meet(meet: object) -> Quorum:
-    """`meet=` of a run, `one()` for `None`; a TypeError for anything else."""
-    if meet is None:
-        return one()
-    if not isinstance(meet, Quorum):
-        raise TypeError(
-            f"meet must be oxs.runtime.one() or oxs.runtime.quorum(...); got "
-            f"{brief(meet)}.{call_it(meet)}"
-        )
-    return meet
 
 
 def center_way(rule: CenterRule, settings: Settings) -> Way:
