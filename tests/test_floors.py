@@ -62,7 +62,7 @@ GROUND = {
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
     "front": files("front/: processes checkpoints step comparison"),
-    "simulate": files("simulate/: clock replay"),
+    "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "
         "metrics shared ray_actors "

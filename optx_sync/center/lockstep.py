@@ -341,7 +341,6 @@ class Lockstep(NamedTuple):
             params=params,
             alike=alike,
             extra_args=extra_args,
-            alone={},
         )
         now = Now(
             worker=worker,

@@ -56,16 +56,11 @@ class Step(NamedTuple):
     params: Tree  # as given to the step; their types say how a worker is sharded
     alike: bool  # whether all weights are 0 or 1
     extra_args: dict[str, Any]
-    # What a rule may know of a worker that comes alone, by its name in a `Round`:
-    # [P] each, one entry for each part.
-    alone: dict[str, jax.Array]
 
     def at(self, part: int) -> Round:
         """What a rule may know of the meeting of a part."""
-        if self.parts.number == 1:
-            return Round(self.num_workers, self.period, self.steps, **self.alone)
-        of_part = {name: x[part] for name, x in self.alone.items()}
-        return Round(self.num_workers, self.period, self.ages[part], **of_part)
+        steps = self.steps if self.parts.number == 1 else self.ages[part]
+        return Round(self.num_workers, self.period, steps)
 
     def part(self, ago: int = 0) -> int | jax.Array:
         """The part that meets in the next exchange, or did so many exchanges before."""
@@ -84,35 +79,6 @@ class Step(NamedTuple):
         if self.parts.number == 1:
             return due
         return due & (jnp.arange(self.parts.number, dtype=jnp.int32) == self.part())
-
-
-class Phases(Protocol):
-    """What a worker does in a round, once for each part that meets."""
-
-    @property
-    def drop_nonfinite(self) -> bool:
-        """Whether a worker that is not finite is left out."""
-        ...
-
-    def remember(self, part: Tree) -> Tree:
-        """What the exchange of a part remembers before the first round."""
-        ...
-
-    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
-        """(now, what this worker contributes)."""
-        ...
-
-    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
-        """(now, the sum or mean for the center, the sum of weights or ())."""
-        ...
-
-    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The center absorbs the contributions, and this worker takes from it."""
-        ...
-
-    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """The other effects of a round on a worker that held `walked` before it."""
-        ...
 
 
 class Meeting(NamedTuple):
@@ -280,7 +246,7 @@ class Rounds(Protocol):
 class AtOnce(NamedTuple):
     """Without delay: workers contribute, agree and take in the step that is due."""
 
-    meeting: Phases
+    meeting: Meeting
 
     def start(self, parts: Partition, center: Tree, held: Tree) -> Begun:
         """(what is pending, what the exchange remembers) before the first round."""
@@ -305,7 +271,7 @@ class AtOnce(NamedTuple):
 class Later(NamedTuple):
     """The center absorbs a sum, and workers take, `delay` steps after the sum."""
 
-    meeting: Phases
+    meeting: Meeting
     delay: int
 
     def start(self, parts: Partition, center: Tree, held: Tree) -> Begun:
@@ -411,7 +377,7 @@ class InLine(NamedTuple):
         return now._replace(pending=vary_like(pending, before))
 
 
-def _arrive(meeting: Phases, now: Now, step: Step, buffer: Buffer) -> Now:
+def _arrive(meeting: Meeting, now: Now, step: Step, buffer: Buffer) -> Now:
     """Let the pending sum land; nothing is sent."""
     pending = now.pending
 

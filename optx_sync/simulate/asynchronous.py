@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate asynchronous training with a center that workers meet one by one."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike
 
 from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Pending
 from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import (
@@ -20,15 +22,13 @@ from optx_sync.center.fragments import (
     check_fragments,
     steps_between,
 )
-from optx_sync.center.rounds import AtOnce, Later, Step
-from optx_sync.center.turns import Now
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_function, check_grads, check_inner, integer
+from optx_sync.checks import check_function, check_inner, integer
 from optx_sync.exchange.contract import Exchange
-from optx_sync.metrics import SharedInfo
 from optx_sync.optimizers.rule import RuleState
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Float, Int32
+from optx_sync.simulate.engine import Engine
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
 
@@ -44,11 +44,11 @@ class WorkerState(NamedTuple):
     local_step: Int32[Array, ""]  # its steps
     steps_since_round: Int32[Array, ""]
     rounds: Int32[Array, ""]  # its rounds
-    # The next two are [P], one number for each of P parts, or scalars without parts.
+    # The next three are [P], one number for each of P parts, or scalars without parts.
     tokens: Float[Array, "*parts"]  # since its last round
     seen: Int32[Array, "*parts"]  # `applied` when it took the center
-    ages: Any  # int32[P], its steps since its last round of each part; () without parts
-    pending: Any  # with `delay`, its contributions on the way, a `Pending`; or ()
+    ages: Int32[Array, "*parts"]  # its steps since its last round
+    pending: Any  # with `delay`, its contribution on the way, a `Pending`; or ()
     broken: Any  # bool[], whether it was not finite since its last round; or ()
 
 
@@ -194,12 +194,7 @@ def asynchronous(
     period = contract.check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    phases = _Phases(
-        inner,
-        work.keeping(rule, keep_local),
-        coded.check_code(exchange, rule),
-        drop_nonfinite,
-    )
+    exchange = coded.check_code(exchange, rule)
     fragments, delay = check_fragments(fragments), check_delay(delay)
     params = jax.tree.map(jnp.asarray, params)
     workers = check_workers(workers, num_workers)
@@ -208,88 +203,30 @@ def asynchronous(
             f"tokens must hold a number for each of the {len(workers)} events; got "
             f"shape {np.shape(tokens)}."
         )
-    parts = Partition(fragments, work.start_center(params))
-    run = _Run(
-        phases,
-        AtOnce(phases) if not delay else Later(phases, delay),
-        parts,
-        period,
-        steps_between(period, parts.number, delay),
-        num_workers,
-        grad_fn,
-        tokens,
-    )
-    start = run.start(params)
+    center = work.start_center(params)
+    parts = Partition(fragments, center)
+    at = Round(num_workers, contract.static_period(period), 1)
+    keeping = work.keeping(rule, keep_local)
+    engine = Engine(inner, keeping, exchange, parts, at, grad_fn)
+    between = steps_between(period, parts.number, delay)
+    run = _Run(engine, drop_nonfinite, delay, between, tokens)
     (final, _), counts, views, recorded, events = replay(
-        run.advance, run.view, (start, params), workers, record
+        run.advance, run.view, (run.start(params), params), workers, record
     )
-    push_bytes = run.push_bytes(start.center)
+    push_bytes = max(engine.bytes_of_parts(center))
     # What `view` and `advance` return stands in the order of the record's fields.
     in_order = (*views, events, *counts, recorded, final, push_bytes)
     return AsynchronousRecord._make(in_order)
 
 
-class _Phases(NamedTuple):
-    """The phases of a round of one worker that meets the center alone."""
+class _Now(NamedTuple):
+    """What a round may change."""
 
-    inner: optax.GradientTransformationExtraArgs
-    rule: CenterRule
-    exchange: Exchange | None
-    drop_nonfinite: bool
-
-    @property
-    def drops(self) -> bool:
-        """Whether the center may stay in a round."""
-        return self.drop_nonfinite or self.rule.weigh is not None
-
-    def remember(self, part: Tree) -> Tree:
-        """The memory of the code for a part, before the first round."""
-        return () if self.exchange is None else coded.start_codes(self.exchange, part)
-
-    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
-        """(now, the contribution of this worker that the center is to absorb)."""
-        rule, at, well = self.rule, step.at(part), now.well
-        worker, pushed = work.bring(rule, now.worker, now.center.value, at)
-        if self.drop_nonfinite:
-            well = well & is_finite(pushed)
-            pushed = where(well, pushed, jax.tree.map(jnp.zeros_like, pushed))
-        pushed, codes = work.share_of_one(rule, pushed, at), now.exchange
-        if self.exchange is not None:
-            messages, codes = coded.encoded(self.exchange, pushed, codes)
-            pushed = coded.decoded(self.exchange, messages, pushed)
-            if self.drop_nonfinite:
-                codes = where(well, codes, now.exchange)
-        now = now._replace(worker=worker, exchange=codes, well=well)
-        pushed, counts = work.weigh_alone(rule, pushed, at)
-        if self.drops:
-            counts &= well if self.drop_nonfinite else True
-            info = SharedInfo(dropped=(~counts).astype(jnp.int32))
-            now = now._replace(weight=counts.astype(jnp.float32), info=info)
-        return now, pushed
-
-    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
-        """The contribution and how it counts: 0 if it is dropped."""
-        return now, contribution, now.weight if self.drops else ()
-
-    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The center absorbs the contribution, if it counts; the worker takes it."""
-        rule, worker, before = self.rule, now.worker, now.center
-        shared = rule.outer is self.inner
-        if shared:
-            before = before._replace(outer=_with_powers(before.outer, worker.inner))
-        after = work.absorb(rule, before, total, num_workers=at.num_workers)
-        if self.drops:
-            after = where(pushed > 0, after, before)
-        if shared:
-            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
-        worker = work.take(rule, worker, now.center.value, after.value, at)
-        return now._replace(worker=worker, center=after)
-
-    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """A worker that is not finite starts again from the center."""
-        if not self.drop_nonfinite:
-            return now
-        return now._replace(worker=work.mend(self.inner, now.worker, center, now.well))
+    worker: Worker
+    exchange: Tree
+    center: Center
+    pending: Any
+    counts: Any  # bool[], whether the contribution of this event is not dropped
 
 
 # All workers, and the parameters of the one that stepped.
@@ -299,44 +236,36 @@ _Machine: TypeAlias = tuple[AsynchronousState, Tree]
 class _Run(NamedTuple):
     """The checked arguments of `asynchronous`, and the functions of a run."""
 
-    phases: _Phases
-    round: AtOnce | Later
-    parts: Partition
-    period: Period
+    engine: Engine
+    drop_nonfinite: bool
+    delay: int
     between: Period  # steps from one exchange of a worker to its next
-    num_workers: int
-    grad_fn: GradFn
     tokens: ArrayLike | Sequence[float] | None
 
     def start(self, params: Tree) -> AsynchronousState:
         """The initial state: all workers and the center at the parameters."""
-        rule, several = self.phases.rule, self.parts.number > 1
+        number = self.engine.parts.number
         center, count = work.start_center(params), jnp.zeros((), jnp.int32)
-        pending, remembered = self.round.start(self.parts, center, center)
-        each = self.parts.number if several else ()
-        # Others move the center meanwhile, so each worker keeps the center it took.
-        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
+        each = number if number > 1 else ()
+        own, codes = self.engine.start(params, center)
         worker = WorkerState(
-            params=params,
-            inner=self.phases.inner.init(params),
-            taken=center if keeps_taken else (),
-            accumulated=work.start_accumulated(rule, center),
-            exchange=remembered,
+            **own._asdict(),
+            exchange=codes,
             local_step=count,
             steps_since_round=count,
             rounds=count,
             tokens=jnp.zeros(each, jnp.float32),
             seen=jnp.zeros(each, jnp.int32),
-            ages=jnp.zeros(each, jnp.int32) if several else (),
-            pending=pending,
-            broken=jnp.bool_(False) if self.phases.drop_nonfinite else (),
+            ages=jnp.zeros(each, jnp.int32),
+            pending=Pending(zeros_like(center), count, jnp.bool_(False))
+            if self.delay
+            else (),
+            broken=jnp.bool_(False) if self.drop_nonfinite else (),
         )
         return AsynchronousState(
-            workers=stack(worker, self.num_workers, None),
+            workers=stack(worker, self.engine.at.num_workers, None),
             center=center,
-            outer=()
-            if rule.outer is None
-            else self.parts.each(rule.outer.init, center),
+            outer=self.engine.start_outer(center),
             global_step=count,
             applied=count,
         )
@@ -347,7 +276,7 @@ class _Run(NamedTuple):
         """The workers and the center after an event, and its counters."""
         state, _ = machine
         worker, number = event
-        place = jnp.clip(worker, 0, self.num_workers - 1)
+        place = jnp.clip(worker, 0, self.engine.at.num_workers - 1)
         # The conditional skips workers that do not exist. It also saves time: without
         # it XLA fuses the read of one stacked array with the write of another, and then
         # copies both, the states of all workers, in every event.
@@ -385,34 +314,36 @@ class _Run(NamedTuple):
 
         The last two are int32[], as is `applied`, the rounds so far that counted.
         """
-        grads = self.grad_fn(place, own.params, number)
-        check_grads(grads, own.params)
-        steps = own.steps_since_round + 1
+        engine, parts = self.engine, self.engine.parts.number
+        steps, ages = own.steps_since_round + 1, own.ages + 1
         count = 1.0 if self.tokens is None else jnp.asarray(self.tokens)[number]
         tokens = own.tokens + jnp.float32(count)
         due = work.is_due(self.between, steps, own.local_step)
-        step = Step(
-            num_workers=self.num_workers,
-            period=contract.static_period(self.period),
-            due=due,
-            steps=steps,
-            ages=jax.tree.map(lambda age: age + 1, own.ages),
-            rounds=own.rounds,
-            quiet=own.steps_since_round,
-            parts=self.parts,
-            params=own.params,
-            alike=True,
-            extra_args={},
-            alone={
-                "staleness": applied - own.seen,
-                "tokens": tokens,
-                "num_pushed": jnp.broadcast_to(own.rounds + 1, own.seen.shape),
-            },
+        before = Worker(own.params, own.inner, own.taken, own.accumulated)
+        worker = engine.walk(before, center.value, place, number, steps)
+        broken = own.broken
+        if self.drop_nonfinite:
+            broken |= ~is_finite(worker.params)
+            worker = work.stand_still(before, worker, broken)
+        now = _Now(worker, own.exchange, center, own.pending, jnp.bool_(False))
+        if self.delay:
+            lands = (own.rounds != 0) & (own.steps_since_round < self.delay)
+            lands &= (steps >= self.delay) | due
+            last = (own.rounds - 1) % parts
+            now = jax.lax.cond(
+                lands, lambda x: engine.of_part(self.arrive, last, x), lambda x: x, now
+            )
+        pushed = jnp.broadcast_to(own.rounds + 1, ages.shape)
+        known = {"staleness": applied - own.seen, "tokens": tokens}
+        known |= {"steps": ages, "num_pushed": pushed}
+        part, meet = own.rounds % parts, functools.partial(self.meet, known, broken)
+        now = jax.lax.cond(
+            due, lambda x: engine.of_part(meet, part, x), lambda x: x, now
         )
-        now, broken = self.walk(own, center, grads, steps)
-        now, met = self.round.step(now, step), step.met()
+        met, counted = due, now.counts.astype(jnp.int32)
+        if parts > 1:
+            met = due & (jnp.arange(parts, dtype=jnp.int32) == part)
         met_now = jnp.asarray(due, jnp.int32)
-        counted = met_now - now.info.dropped if self.phases.drops else met_now
         own = WorkerState(
             **now.worker._asdict(),
             exchange=now.exchange,
@@ -421,42 +352,58 @@ class _Run(NamedTuple):
             rounds=own.rounds + met_now,
             tokens=jnp.where(met, 0.0, tokens),
             seen=jnp.where(met, applied + counted, own.seen),
-            ages=where(met, zeros_like(step.ages), step.ages),
+            ages=jnp.where(met, jnp.zeros_like(ages), ages),
             pending=now.pending,
             broken=where(due, zeros_like(broken), broken),
         )
         return own, now.center, met_now, counted
 
-    def walk(
-        self, own: WorkerState, center: Center, grads: Tree, steps: jax.Array
-    ) -> tuple[Now, Tree]:
-        """(now, after the worker's own step; whether the worker is broken)."""
-        at = Round(self.num_workers, contract.static_period(self.period), steps)
-        before = Worker(own.params, own.inner, own.taken, own.accumulated)
-        inner, rule = self.phases.inner, self.phases.rule
-        worker = work.walk(inner, rule, before, center.value, grads, at)
-        broken, well = (), None
-        if self.phases.drop_nonfinite:
-            broken = own.broken | ~is_finite(worker.params)
-            worker = work.stand_still(before, worker, broken)
-            well = ~broken
-        weight, info = None, SharedInfo()
-        if self.phases.drops:
-            weight = jnp.float32(1)
-            info = SharedInfo(dropped=jnp.zeros((), jnp.int32))
-        now = Now(worker, center, own.pending, own.exchange, info, weight, well)
-        return now, broken
+    def meet(
+        self, known: dict[str, jax.Array], broken: Tree, part: int, now: _Now
+    ) -> _Now:
+        """A worker contributes to a part, and takes it at once or sends it off."""
+        engine, rule = self.engine, self.engine.rule
+        of_part = {name: x[part] if x.ndim else x for name, x in known.items()}
+        at = engine.at._replace(**of_part)
+        worker, brought = engine.bring(part, now.worker, now.center.value, at)
+        well = ~broken & is_finite(brought) if self.drop_nonfinite else True
+        brought = work.share_of_one(rule, brought, at)
+        brought, codes = engine.sent(part, brought, now.exchange)
+        brought, counts = work.weigh_alone(rule, brought, at)
+        if self.drop_nonfinite:
+            codes = where(well, codes, now.exchange)
+        now = now._replace(worker=worker, exchange=codes, counts=counts & well)
+        if self.delay:
+            values = engine.parts.put(now.pending.values, part, brought)
+            now = now._replace(pending=Pending(values, at.steps, now.counts))
+        else:
+            now = self.land(part, now, brought, now.counts, at)
+        if self.drop_nonfinite:
+            mended = work.mend(engine.inner, now.worker, now.center.value, well)
+            now = now._replace(worker=mended)
+        return now
 
-    def push_bytes(self, center: Tree) -> float:
-        """The bytes sent in one contribution, that of the largest part."""
-        pick, code = self.parts.pick, self.phases.exchange
-        parts = range(self.parts.number)
-        return float(
-            max(
-                coded.bytes_of(coded.message_shapes(code, pick(center, i)))
-                for i in parts
-            )
-        )
+    def arrive(self, part: int, now: _Now) -> _Now:
+        """What a worker sent off lands."""
+        values, steps, counts = now.pending
+        at = self.engine.at._replace(steps=steps)
+        return self.land(part, now, self.engine.parts.pick(values, part), counts, at)
+
+    def land(self, part: int, now: _Now, total: Tree, counts: Any, at: Round) -> _Now:
+        """The center absorbs a contribution, if it counts, and its worker takes it."""
+        engine, rule, worker = self.engine, self.engine.rule, now.worker
+        before = seen = engine.seen(part, now.center)
+        shared = rule.outer is engine.inner
+        if shared:
+            before = before._replace(outer=_with_powers(before.outer, worker.inner))
+        drops = self.drop_nonfinite or rule.weigh is not None
+        extra = {"num_workers": at.num_workers}
+        after = engine.absorbed(before, total, counts if drops else None, **extra)
+        if shared:
+            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
+        worker = engine.take(part, worker, seen.value, after.value, at)
+        center = engine.moved(part, now.center, after)
+        return now._replace(worker=worker, center=center)
 
 
 def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoupled DiLoCo on a virtual clock: meetings that close when enough have come."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +15,7 @@ from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments, Partition, check_fragments
 from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_function, check_grads, check_inner
+from optx_sync.checks import check_function, check_inner
 from optx_sync.exchange import landing
 from optx_sync.exchange.agree import agree
 from optx_sync.exchange.all_reduce import all_reduce
@@ -34,6 +33,7 @@ from optx_sync.simulate.clock import (
     Timeline,
     clock,
 )
+from optx_sync.simulate.engine import Engine
 from optx_sync.simulate.replay import GradFn, Record, replay
 from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
 
@@ -207,14 +207,12 @@ def decoupled(
     params = jax.tree.map(jnp.asarray, params)
     center = work.start_center(params)
     parts = Partition(check_fragments(fragments), center)
-    sizes = [
-        float(coded.bytes_of(coded.message_shapes(exchange, part)))
-        for part in parts.split(center)
-    ]
+    at = Round(0, communication_period, 1)  # N is known once the clock has run
+    engine = Engine(inner, rule, exchange, parts, at, grad_fn)
     timeline = clock(
         seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
-        communication_period=communication_period, part_bytes=sizes, link=link,
-        failures=failures, tokens=tokens,
+        communication_period=communication_period, link=link, failures=failures,
+        part_bytes=engine.bytes_of_parts(center), tokens=tokens,
     )  # fmt: skip
     if rule.num_workers not in (None, timeline.num_workers):
         raise ValueError(
@@ -225,10 +223,9 @@ def decoupled(
         rule.check(communication_period)
     merge = check_exchange(meet.merge, all_reduce())
     refuse(_Terms(rule, meet, merge, delay or 0), _NOT_DECOUPLED)
-    at = Round(timeline.num_workers, communication_period, 1)
-    keeping = work.keeping(rule, keep_local)
-    alone = not meet.shared
-    run = _Run(inner, keeping, at, merge, alone, exchange, parts, grad_fn, bool(delay))
+    at = at._replace(num_workers=timeline.num_workers)
+    engine = engine._replace(rule=work.keeping(rule, keep_local), at=at)
+    run = _Run(engine, merge, alone=not meet.shared, goes_on=bool(delay))
     final, _, (each, centers), recorded, kept = replay(
         run.advance, run.view, run.start(params), _rows(timeline), record
     )
@@ -257,52 +254,26 @@ def _rows(timeline: Timeline) -> _Row:
 class _Run(NamedTuple):
     """The checked arguments of `decoupled`, and what happens in its events."""
 
-    inner: optax.GradientTransformationExtraArgs
-    rule: CenterRule
-    at: Round
+    engine: Engine
     merge: Exchange
     alone: bool  # whether each contribution is absorbed alone
-    exchange: Exchange | None
-    parts: Partition
-    grad_fn: GradFn
     goes_on: bool  # whether a worker steps between its push and its answer
 
     def start(self, params: Tree) -> DecoupledState:
         """All workers and the center at the parameters."""
-        rule, center = self.rule, work.start_center(params)
+        engine, center = self.engine, work.start_center(params)
+        worker, codes = engine.start(params, center)
         learner = Learner(
-            worker=self.fresh(params, center),
-            exchange=self.fresh_codes(center),
+            worker,
+            codes,
             sent=center if self.goes_on else (),
             brought=center,
-            before=() if work.takes_center(rule) else center,
+            before=() if work.takes_center(engine.rule) else center,
             after=center,
-            weights=jnp.zeros(self.parts.number, jnp.float32),
+            weights=jnp.zeros(engine.parts.number, jnp.float32),
         )
-        outer = () if rule.outer is None else self.each(rule.outer.init, center)
-        learners = stack(learner, self.at.num_workers, None)
-        return DecoupledState(learners, center, outer, params)
-
-    def fresh(self, params: Tree, center: Tree) -> Worker:
-        """A worker that starts from the center."""
-        rule = self.rule
-        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
-        return Worker(
-            params,
-            self.inner.init(params),
-            center if keeps_taken else (),
-            work.start_accumulated(rule, center),
-        )
-
-    def each(self, start: Callable, tree: Tree) -> Tree:
-        """A state for each part, in a tuple."""
-        return tuple(map(start, self.parts.split(tree)))
-
-    def fresh_codes(self, center: Tree) -> Tree:
-        """What the code of a worker's pushes remembers at first."""
-        if self.exchange is None:
-            return ()
-        return self.each(functools.partial(coded.start_codes, self.exchange), center)
+        learners = stack(learner, engine.at.num_workers, None)
+        return DecoupledState(learners, center, engine.start_outer(center), params)
 
     def view(self, state: DecoupledState) -> tuple[Tree, Tree]:
         """The trees that a record keeps of an event."""
@@ -330,9 +301,8 @@ class _Run(NamedTuple):
 
     def of_part(self, handler: Callable) -> Callable:
         """What calls the handler of this row's part."""
-        parts = range(self.parts.number)
-        branches = [functools.partial(handler, part) for part in parts]
-        return lambda *operands: jax.lax.switch(operands[-1].part, branches, *operands)
+        of_part = self.engine.of_part
+        return lambda *operands: of_part(handler, operands[-1].part, *operands)
 
     def nothing(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """Nothing happens to a worker's numbers."""
@@ -340,50 +310,41 @@ class _Run(NamedTuple):
 
     def step(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker makes a step of its own."""
-        grads = self.grad_fn(row.worker, own.worker.params, row.number)
-        check_grads(grads, own.worker.params)
-        at = self.at._replace(steps=row.steps)
-        walked = work.walk(self.inner, self.rule, own.worker, center, grads, at)
-        return own._replace(worker=walked)
+        of_step = row.worker, row.number, row.steps
+        return own._replace(worker=self.engine.walk(own.worker, center, *of_step))
 
     def back(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that had died starts from the center."""
         params = work.round_like(center, own.worker.params)
-        codes = self.fresh_codes(center)
-        return own._replace(worker=self.fresh(params, center), exchange=codes)
+        worker, codes = self.engine.start(params, center)
+        return own._replace(worker=worker, exchange=codes)
 
     def round_of(self, row: _Row) -> Round:
         """What a rule may know of a contribution."""
         known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.number}
-        return self.at._replace(staleness=row.staleness, **known)
+        return self.engine.at._replace(staleness=row.staleness, **known)
 
     def bring(
         self, part: int, own: Learner, center: Tree, row: _Row
     ) -> tuple[Learner, Tree]:
         """(the worker with its sums reset, its contribution to a part)."""
-        parts, rule, at, whole = self.parts, self.rule, self.round_of(row), own.worker
-        cut = Worker(*(parts.pick(x, part) for x in whole._replace(inner=())))
-        cut, brought = work.bring(rule, cut, parts.pick(center, part), at)
-        sums = parts.put(whole.accumulated, part, cut.accumulated)
-        own = own._replace(worker=whole._replace(accumulated=sums))
+        engine, at = self.engine, self.round_of(row)
+        worker, brought = engine.bring(part, own.worker, center, at)
         if self.alone:
-            brought = work.share_of_one(rule, brought, at)
-        if self.exchange is not None:
-            messages, codes = coded.encoded(self.exchange, brought, own.exchange[part])
-            brought = coded.decoded(self.exchange, messages, brought)
-            own = own._replace(exchange=_with(own.exchange, part, codes))
-        return own, brought
+            brought = work.share_of_one(engine.rule, brought, at)
+        brought, codes = engine.sent(part, brought, own.exchange)
+        return own._replace(worker=worker, exchange=codes), brought
 
     def push(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that will go on sends its contribution to a part."""
         own, brought = self.bring(part, own, center, row)
-        return own._replace(sent=self.parts.put(own.sent, part, brought))
+        return own._replace(sent=self.engine.parts.put(own.sent, part, brought))
 
     def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution joins a meeting."""
-        at, rule, put = self.round_of(row), self.rule, self.parts.put
+        at, rule, parts = self.round_of(row), self.engine.rule, self.engine.parts
         if self.goes_on:
-            brought = self.parts.pick(own.sent, part)
+            brought = parts.pick(own.sent, part)
         else:
             own, brought = self.bring(part, own, center, row)
         if self.alone:
@@ -392,7 +353,7 @@ class _Run(NamedTuple):
             factor = work.factor_of(rule, at)
             weight = 1.0 if factor is None else factor
         return own._replace(
-            brought=put(own.brought, part, brought),
+            brought=parts.put(own.brought, part, brought),
             weights=own.weights.at[part].set(jnp.asarray(weight, jnp.float32)),
         )
 
@@ -400,51 +361,45 @@ class _Run(NamedTuple):
         """A contribution is dropped, and its worker answered with the center."""
         if not self.goes_on:
             own, _ = self.bring(part, own, center, row)
-        now = self.parts.pick(center, part)
+        now = self.engine.parts.pick(center, part)
         return self.answered(part, own, now, now)
 
     def answered(self, part: int, own: Learner, before: Tree, after: Tree) -> Learner:
         """A worker for which an answer is on its way."""
-        put = self.parts.put
+        put = self.engine.parts.put
         if not is_nothing(own.before):
             own = own._replace(before=put(own.before, part, before))
         return own._replace(after=put(own.after, part, after))
 
     def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker takes its answer."""
-        parts, whole = self.parts, own.worker
-        after = parts.pick(own.after, part)
-        before = after if is_nothing(own.before) else parts.pick(own.before, part)
-        params, taken = (parts.pick(x, part) for x in (whole.params, whole.taken))
-        at, cut = self.at._replace(steps=row.steps), Worker(params, (), taken, ())
-        cut = work.take(self.rule, cut, before, after, at)
-        params = parts.put(whole.params, part, cut.params)
-        taken = parts.put(whole.taken, part, cut.taken)
-        return own._replace(worker=whole._replace(params=params, taken=taken))
+        engine, at = self.engine, self.engine.at._replace(steps=row.steps)
+        after = engine.parts.pick(own.after, part)
+        before = after
+        if not is_nothing(own.before):
+            before = engine.parts.pick(own.before, part)
+        return own._replace(worker=engine.take(part, own.worker, before, after, at))
 
     def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what has come to a meeting, and answers."""
-        parts, rule, learners = self.parts, self.rule, state.learners
-        value, outer = parts.pick(state.center, part), state.outer
-        before = Center(value, outer[part] if outer else ())
+        engine, learners = self.engine, state.learners
+        center = Center(state.center, state.outer)
+        before = engine.seen(part, center)
         weights = jnp.where(row.come, learners.weights[:, part], 0)
-        brought = jax.vmap(lambda x: parts.pick(x, part))(learners.brought)
+        brought = jax.vmap(lambda x: engine.parts.pick(x, part))(learners.brought)
         total = self.merged(brought, row.come, weights)
         # As in lockstep, an outer optimizer sees the workers of a meeting as one.
-        alone = {"num_workers": self.at.num_workers} if self.alone else {}
-        after = work.absorb(rule, before, total, **alone)
-        if rule.weigh is not None:
-            after = where(jnp.any(weights > 0), after, before)
+        alone = {"num_workers": engine.at.num_workers} if self.alone else {}
+        counts = None if engine.rule.weigh is None else jnp.any(weights > 0)
+        after = engine.absorbed(before, total, counts, **alone)
 
         def answer(own, has_come):
             new = self.answered(part, own, before.value, after.value)
             return where(has_come, new, own)
 
-        return state._replace(
-            learners=jax.vmap(answer)(learners, row.come),
-            center=parts.put(state.center, part, after.value),
-            outer=_with(outer, part, after.outer) if outer else (),
-        )
+        value, outer = engine.moved(part, center, after)
+        learners = jax.vmap(answer)(learners, row.come)
+        return state._replace(learners=learners, center=value, outer=outer)
 
     def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
         """The sum or mean of what has come, by their weights."""
@@ -454,14 +409,10 @@ class _Run(NamedTuple):
         def of_one(tree, weight):
             # What others hold is of earlier meetings, and counts for nothing.
             place, info = landing.Landing(_AXIS), Info(outliers=start_outliers(merge))
-            summed = self.rule.mean_over is None
+            summed = rule.mean_over is None
             return agree(merge, place, tree, (), info, weight=weight, summed=summed)
 
-        merge, weight = self.merge, come if self.rule.weigh is None else weights
+        merge, rule = self.merge, self.engine.rule
+        weight = come if rule.weigh is None else weights
         agreed = jax.vmap(of_one, axis_name=_AXIS)(brought, weight)
         return row_of(agreed.mean, 0)
-
-
-def _with(parts: tuple[Tree, ...], part: int, value: Tree) -> tuple[Tree, ...]:
-    """The parts with a new value for one."""
-    return (*parts[:part], value, *parts[part + 1 :])
