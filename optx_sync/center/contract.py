@@ -207,6 +207,18 @@ def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
     return rule._replace(weigh=weigh)
 
 
+def check_suits(rule: CenterRule, num_workers: int, period: Period) -> None:
+    """Refuse a rule that was made for another number of workers, or another period."""
+    if rule.num_workers not in (None, num_workers):
+        raise ValueError(
+            f"The rule was made for num_workers={rule.num_workers}, but there are "
+            f"{num_workers} workers. Leave num_workers out of the rule, or make them "
+            "equal."
+        )
+    if rule.check is not None:
+        rule.check(period)
+
+
 def check_period(communication_period: Period) -> Period:
     """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule."""
     if callable(communication_period):

@@ -261,6 +261,17 @@ class Partition:
         states = tuple(map(start, self.split(tree)))
         return states if self.number > 1 else states[0]
 
+    def of_each(self, states: Tree, part: int) -> Tree:
+        """The state of a part, of those that `each` made; for () it is ()."""
+        whole = self.number == 1 or is_nothing(states)
+        return states if whole else states[part]
+
+    def with_each(self, states: Tree, part: int, state: Tree) -> Tree:
+        """The states that `each` made, with a new one for a part."""
+        if self.number == 1 or is_nothing(states):
+            return state
+        return (*states[:part], state, *states[part + 1 :])
+
 
 def _asked(
     function: Callable, path: jax.tree_util.KeyPath, leaf: jax.Array

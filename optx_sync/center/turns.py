@@ -11,7 +11,7 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.varying import vary_like
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
-from optx_sync.trees import Tree, is_nothing
+from optx_sync.trees import Tree
 
 
 class Now(NamedTuple):
@@ -87,24 +87,15 @@ def _turn(
     """The turn of one part, if it is due."""
     whole = _fields_of(now)
 
-    def of_each(name):
-        """Whether each part has its own, in a tuple."""
-        several = name in _OF_EACH_PART and parts.number > 1
-        return several and not is_nothing(whole[name])
-
     def pick(name, x):
         if name in _CUT:
             return parts.pick(x, number)
-        return x[number] if of_each(name) else x
+        return parts.of_each(x, number) if name in _OF_EACH_PART else x
 
     def put(name, x):
         if name in _CUT:
             return parts.put(whole[name], number, x)
-        return (
-            (*whole[name][:number], x, *whole[name][number + 1 :])
-            if of_each(name)
-            else x
-        )
+        return parts.with_each(whole[name], number, x) if name in _OF_EACH_PART else x
 
     def changed(seen):
         # What is only read is cut here, and is no operand where nothing reads it.

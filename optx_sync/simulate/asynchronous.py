@@ -7,28 +7,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
 from optx_sync.center.buffers import Pending
 from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import (
     Fragments,
-    Partition,
-    check_fragments,
     steps_between,
 )
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_function, check_inner, integer
+from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
-from optx_sync.optimizers.rule import RuleState
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Float, Int32
-from optx_sync.simulate.engine import Engine
+from optx_sync.simulate.engine import Engine, engine_of, with_powers
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
 
@@ -50,6 +45,11 @@ class WorkerState(NamedTuple):
     ages: Int32[Array, "*parts"]  # its steps since its last round
     pending: Any  # with `delay`, its contribution on the way, a `Pending`; or ()
     broken: Any  # bool[], whether it was not finite since its last round; or ()
+
+    @property
+    def worker(self) -> Worker:
+        """What the rule knows of it."""
+        return Worker(self.params, self.inner, self.taken, self.accumulated)
 
 
 class AsynchronousState(NamedTuple):
@@ -176,61 +176,38 @@ def asynchronous(
         Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.rules.local_sgd(), ...)"
-    inner = check_inner(inner, call)
-    check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
-    contract.check_rule(rule, call)
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")
-    if rule.num_workers not in (None, num_workers):
-        raise ValueError(
-            f"The rule was made for num_workers={rule.num_workers}; got num_workers="
-            f"{num_workers}. Leave num_workers out of the rule, or make them equal."
-        )
-    rule = contract.weighed(rule, weigh)
-    if rule.weigh is not None and (fragments is not None or delay):
+    engine, params = engine_of(
+        call, inner, rule, params, grad_fn, num_workers=num_workers, weigh=weigh,
+        communication_period=communication_period, exchange=exchange,
+        fragments=fragments, keep_local=keep_local,
+    )  # fmt: skip
+    if engine.rule.weigh is not None and (fragments is not None or delay):
         raise ValueError(
             "weigh= is for contributions that land whole and at once; got fragments or "
             "delay as well. Leave one of them out."
         )
-    period = contract.check_period(communication_period)
-    if rule.check is not None:
-        rule.check(period)
-    exchange = coded.check_code(exchange, rule)
-    fragments, delay = check_fragments(fragments), check_delay(delay)
-    params = jax.tree.map(jnp.asarray, params)
-    workers = check_workers(workers, num_workers)
-    if tokens is not None and np.shape(tokens) != workers.shape:
+    workers, delay = check_workers(workers, num_workers), check_delay(delay)
+    behind = jnp.ones(workers.shape) if tokens is None else jnp.asarray(tokens)
+    if behind.shape != workers.shape:
         raise ValueError(
             f"tokens must hold a number for each of the {len(workers)} events; got "
-            f"shape {np.shape(tokens)}."
+            f"shape {behind.shape}."
         )
-    center = work.start_center(params)
-    parts = Partition(fragments, center)
-    at = Round(num_workers, contract.static_period(period), 1)
-    keeping = work.keeping(rule, keep_local)
-    engine = Engine(inner, keeping, exchange, parts, at, grad_fn)
-    between = steps_between(period, parts.number, delay)
-    run = _Run(engine, drop_nonfinite, delay, between, tokens)
-    (final, _), counts, views, recorded, events = replay(
-        run.advance, run.view, (run.start(params), params), workers, record
+    between = steps_between(communication_period, engine.parts.number, delay)
+    run = _Run(engine, drop_nonfinite, delay, between)
+    machine, events = (run.start(params), params), (workers, jnp.float32(behind))
+    (final, _), counts, views, recorded, kept = replay(
+        run.advance, run.view, machine, events, record
     )
-    push_bytes = max(engine.bytes_of_parts(center))
     # What `view` and `advance` return stands in the order of the record's fields.
-    in_order = (*views, events, *counts, recorded, final, push_bytes)
+    in_order = (*views, kept, *counts, recorded, final, max(engine.part_bytes))
     return AsynchronousRecord._make(in_order)
 
 
-class _Now(NamedTuple):
-    """What a round may change."""
-
-    worker: Worker
-    exchange: Tree
-    center: Center
-    pending: Any
-    counts: Any  # bool[], whether the contribution of this event is not dropped
-
-
+_State: TypeAlias = AsynchronousState
 # All workers, and the parameters of the one that stepped.
-_Machine: TypeAlias = tuple[AsynchronousState, Tree]
+_Machine: TypeAlias = tuple[_State, Tree]
 
 
 class _Run(NamedTuple):
@@ -240,7 +217,6 @@ class _Run(NamedTuple):
     drop_nonfinite: bool
     delay: int
     between: Period  # steps from one exchange of a worker to its next
-    tokens: ArrayLike | Sequence[float] | None
 
     def start(self, params: Tree) -> AsynchronousState:
         """The initial state: all workers and the center at the parameters."""
@@ -270,31 +246,19 @@ class _Run(NamedTuple):
             applied=count,
         )
 
-    def advance(
-        self, machine: _Machine, event: tuple[jax.Array, jax.Array]
-    ) -> tuple[_Machine, tuple[jax.Array, ...]]:
+    def advance(self, machine: _Machine, event: Any) -> tuple[_Machine, Any]:
         """The workers and the center after an event, and its counters."""
         state, _ = machine
-        worker, number = event
+        (worker, tokens), number = event
         place = jnp.clip(worker, 0, self.engine.at.num_workers - 1)
         # The conditional skips workers that do not exist. It also saves time: without
         # it XLA fuses the read of one stacked array with the write of another, and then
         # copies both, the states of all workers, in every event.
-        none = jnp.zeros((), jnp.int32)
-        own, (center, outer), rounds, applied = jax.lax.cond(
-            place == worker,
-            lambda *operands: self.step(number, place, *operands),
-            lambda *operands: (*operands[:-1], none, none),
-            *(row_of(state.workers, place), Center(state.center, state.outer)),
-            state.applied,
-        )
-        state = AsynchronousState(
-            workers=with_row(state.workers, place, own),
-            center=center,
-            outer=outer,
-            global_step=state.global_step + rounds,
-            applied=state.applied + applied,
-        )
+        step = functools.partial(self.step, place, number, tokens)
+        now = state._replace(workers=row_of(state.workers, place))
+        now = jax.lax.cond(place == worker, step, lambda same: same, now)
+        own = now.workers
+        state = now._replace(workers=with_row(state.workers, place, own))
         return (state, own.params), (own.local_step, state.global_step)
 
     def view(self, machine: _Machine) -> tuple[Tree, Tree]:
@@ -302,124 +266,100 @@ class _Run(NamedTuple):
         state, params = machine
         return params, state.center
 
-    def step(
-        self,
-        number: jax.Array,
-        place: jax.Array,
-        own: WorkerState,
-        center: Center,
-        applied: jax.Array,
-    ) -> tuple[WorkerState, Center, jax.Array, jax.Array]:
-        """(the worker after its step, the center, whether they met, and that counted).
+    # From here on `now.workers` is the one of the event.
 
-        The last two are int32[], as is `applied`, the rounds so far that counted.
-        """
-        engine, parts = self.engine, self.engine.parts.number
-        steps, ages = own.steps_since_round + 1, own.ages + 1
-        count = 1.0 if self.tokens is None else jnp.asarray(self.tokens)[number]
-        tokens = own.tokens + jnp.float32(count)
+    def step(self, place: Any, number: Any, tokens: Any, now: _State) -> _State:
+        """A worker makes a step, and meets the center if it is due."""
+        engine, own = self.engine, now.workers
+        before, steps = own.worker, own.steps_since_round + 1
         due = work.is_due(self.between, steps, own.local_step)
-        before = Worker(own.params, own.inner, own.taken, own.accumulated)
-        worker = engine.walk(before, center.value, place, number, steps)
-        broken = own.broken
+        worker = engine.walk(before, now.center, place, number, steps)
         if self.drop_nonfinite:
-            broken |= ~is_finite(worker.params)
-            worker = work.stand_still(before, worker, broken)
-        now = _Now(worker, own.exchange, center, own.pending, jnp.bool_(False))
-        if self.delay:
-            lands = (own.rounds != 0) & (own.steps_since_round < self.delay)
-            lands &= (steps >= self.delay) | due
-            last = (own.rounds - 1) % parts
-            now = jax.lax.cond(
-                lands, lambda x: engine.of_part(self.arrive, last, x), lambda x: x, now
-            )
-        pushed = jnp.broadcast_to(own.rounds + 1, ages.shape)
-        known = {"staleness": applied - own.seen, "tokens": tokens}
-        known |= {"steps": ages, "num_pushed": pushed}
-        part, meet = own.rounds % parts, functools.partial(self.meet, known, broken)
-        now = jax.lax.cond(
-            due, lambda x: engine.of_part(meet, part, x), lambda x: x, now
-        )
-        met, counted = due, now.counts.astype(jnp.int32)
-        if parts > 1:
-            met = due & (jnp.arange(parts, dtype=jnp.int32) == part)
-        met_now = jnp.asarray(due, jnp.int32)
-        own = WorkerState(
-            **now.worker._asdict(),
-            exchange=now.exchange,
+            own = own._replace(broken=own.broken | ~is_finite(worker.params))
+            worker = work.stand_still(before, worker, own.broken)
+        own = own._replace(
+            **worker._asdict(),
             local_step=own.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            rounds=own.rounds + met_now,
-            tokens=jnp.where(met, 0.0, tokens),
-            seen=jnp.where(met, applied + counted, own.seen),
-            ages=jnp.where(met, jnp.zeros_like(ages), ages),
-            pending=now.pending,
-            broken=where(due, zeros_like(broken), broken),
+            steps_since_round=steps,
+            tokens=own.tokens + tokens,
+            ages=own.ages + 1,
         )
-        return own, now.center, met_now, counted
-
-    def meet(
-        self, known: dict[str, jax.Array], broken: Tree, part: int, now: _Now
-    ) -> _Now:
-        """A worker contributes to a part, and takes it at once or sends it off."""
-        engine, rule = self.engine, self.engine.rule
-        of_part = {name: x[part] if x.ndim else x for name, x in known.items()}
-        at = engine.at._replace(**of_part)
-        worker, brought = engine.bring(part, now.worker, now.center.value, at)
-        well = ~broken & is_finite(brought) if self.drop_nonfinite else True
-        brought = work.share_of_one(rule, brought, at)
-        brought, codes = engine.sent(part, brought, now.exchange)
-        brought, counts = work.weigh_alone(rule, brought, at)
-        if self.drop_nonfinite:
-            codes = where(well, codes, now.exchange)
-        now = now._replace(worker=worker, exchange=codes, counts=counts & well)
+        now = now._replace(workers=own)
         if self.delay:
-            values = engine.parts.put(now.pending.values, part, brought)
-            now = now._replace(pending=Pending(values, at.steps, now.counts))
-        else:
-            now = self.land(part, now, brought, now.counts, at)
+            lands = (steps == self.delay) | ((steps < self.delay) & due)
+            lands &= own.rounds > 0
+            now = self.of_turn(lands, own.rounds - 1, self.arrive, now)
+        return self.of_turn(due, own.rounds, self.meet, now)
+
+    def of_turn(self, due: Any, rounds: Any, change: Any, now: _State) -> _State:
+        """`change(the part whose turn it is, now)` if due, else now."""
+        number = self.engine.parts.number
+        branches = [functools.partial(change, part) for part in range(number)]
+        turn = jnp.where(due, rounds % number, number)
+        return jax.lax.switch(turn, [*branches, lambda same: same], now)
+
+    def meet(self, part: int, now: _State) -> _State:
+        """A worker contributes to a part, and takes it at once or sends it off."""
+        engine, rule, own = self.engine, self.engine.rule, now.workers
+        i = part if engine.parts.number > 1 else ()
+        at = engine.at._replace(
+            steps=own.ages[i],
+            staleness=now.applied - own.seen[i],
+            tokens=own.tokens[i],
+            num_pushed=own.rounds + 1,
+        )
+        worker, brought = engine.bring(part, own.worker, now.center, at)
+        well = jnp.bool_(True)
         if self.drop_nonfinite:
-            mended = work.mend(engine.inner, now.worker, now.center.value, well)
-            now = now._replace(worker=mended)
-        return now
+            well = ~own.broken & is_finite(brought)
+        brought = work.share_of_one(rule, brought, at)
+        brought, codes = engine.sent(part, brought, own.exchange)
+        brought, counts = work.weigh_alone(rule, brought, at)
+        counts &= well
+        applied = now.applied + counts.astype(jnp.int32)
+        own = own._replace(
+            **worker._asdict(),
+            exchange=where(well, codes, own.exchange) if self.drop_nonfinite else codes,
+            steps_since_round=jnp.zeros_like(own.rounds),
+            rounds=own.rounds + 1,
+            tokens=own.tokens.at[i].set(0),
+            seen=own.seen.at[i].set(applied),
+            ages=own.ages.at[i].set(0),
+            broken=zeros_like(own.broken),
+        )
+        step = now.global_step + 1
+        now = now._replace(workers=own, global_step=step, applied=applied)
+        if self.delay:
+            values = engine.parts.put(own.pending.values, part, brought)
+            own = own._replace(pending=Pending(values, at.steps, counts))
+            now = now._replace(workers=own)
+        else:
+            now = self.land(part, now, brought, counts, at)
+        if not self.drop_nonfinite:
+            return now
+        worker = work.mend(engine.inner, now.workers.worker, now.center, well)
+        return now._replace(workers=now.workers._replace(**worker._asdict()))
 
-    def arrive(self, part: int, now: _Now) -> _Now:
+    def arrive(self, part: int, now: _State) -> _State:
         """What a worker sent off lands."""
-        values, steps, counts = now.pending
+        values, steps, counts = now.workers.pending
         at = self.engine.at._replace(steps=steps)
-        return self.land(part, now, self.engine.parts.pick(values, part), counts, at)
+        total = self.engine.parts.pick(values, part)
+        return self.land(part, now, total, counts, at)
 
-    def land(self, part: int, now: _Now, total: Tree, counts: Any, at: Round) -> _Now:
+    def land(
+        self, part: int, now: _State, total: Tree, counts: Any, at: Round
+    ) -> _State:
         """The center absorbs a contribution, if it counts, and its worker takes it."""
-        engine, rule, worker = self.engine, self.engine.rule, now.worker
-        before = seen = engine.seen(part, now.center)
-        shared = rule.outer is engine.inner
+        engine, worker = self.engine, now.workers.worker
+        drops = self.drop_nonfinite or engine.rule.weigh is not None
+        shared = engine.rule.outer is engine.inner
+        (center, outer), before, after = engine.absorb(
+            part, Center(now.center, now.outer), total, counts if drops else None,
+            powers=worker.inner if shared else None, num_workers=at.num_workers,
+        )  # fmt: skip
         if shared:
-            before = before._replace(outer=_with_powers(before.outer, worker.inner))
-        drops = self.drop_nonfinite or rule.weigh is not None
-        extra = {"num_workers": at.num_workers}
-        after = engine.absorbed(before, total, counts if drops else None, **extra)
-        if shared:
-            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
-        worker = engine.take(part, worker, seen.value, after.value, at)
-        center = engine.moved(part, now.center, after)
-        return now._replace(worker=worker, center=center)
-
-
-def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:
-    """A state with the running powers of another state of the same optimizer.
-
-    The powers are replaced at any depth of chains and masks; all else stays.
-    """
-
-    def is_rule_state(x):
-        return isinstance(x, RuleState)
-
-    return jax.tree.map(
-        lambda own, other: (
-            own._replace(powers=other.powers) if is_rule_state(own) else own
-        ),
-        state,
-        source,
-        is_leaf=is_rule_state,
-    )
+            worker = worker._replace(inner=with_powers(worker.inner, after.outer))
+        worker = engine.take(part, worker, before.value, after.value, at)
+        own = now.workers._replace(**worker._asdict())
+        return now._replace(workers=own, center=center, outer=outer)

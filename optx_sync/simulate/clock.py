@@ -197,11 +197,7 @@ def clock(
     References:
         Decoupled DiLoCo, arXiv 2604.21428.
     """
-    if not callable(seconds):
-        seconds = list(seconds)
-        num_workers = len(seconds) if num_workers is None else num_workers
-    mend = "It is the number of workers; pass it where seconds is a function."
-    num_workers = integer("num_workers", num_workers, mend)
+    num_workers = check_number(seconds, num_workers)
     agreement = meet if isinstance(meet, SyncReplicas) else None
     meeting = one() if agreement else check_meet(meet)
     interval("(0, inf)", "It is in seconds.", until=until)
@@ -240,6 +236,14 @@ def clock(
     run.until(until)
     events, meet = tuple(run.events), agreement or meeting
     return Timeline(events, num_workers, float(until), **run.totals, meet=meet)
+
+
+def check_number(seconds: PerStep, num_workers: int | None) -> int:
+    """N: the number of the seconds, or as given."""
+    if num_workers is None and not callable(seconds):
+        num_workers = len(seconds)
+    mend = "It is the number of workers; pass it where seconds is a function."
+    return integer("num_workers", num_workers, mend)
 
 
 def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:

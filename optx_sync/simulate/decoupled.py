@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoupled DiLoCo on a virtual clock: meetings that close when enough have come."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round, Weigh
-from optx_sync.center.fragments import Fragments, Partition, check_fragments
+from optx_sync.center.fragments import Fragments
 from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_function, check_inner
 from optx_sync.exchange import landing
 from optx_sync.exchange.agree import agree
 from optx_sync.exchange.all_reduce import all_reduce
@@ -31,9 +30,10 @@ from optx_sync.simulate.clock import (
     Link,
     PerStep,
     Timeline,
+    check_number,
     clock,
 )
-from optx_sync.simulate.engine import Engine
+from optx_sync.simulate.engine import Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, replay
 from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
 
@@ -199,32 +199,20 @@ def decoupled(
         Decoupled DiLoCo, arXiv 2604.21428.
     """
     call = "oxs.simulate.decoupled(optax.sgd(0.1), oxs.rules.diloco(), ...)"
-    inner = check_inner(inner, call)
-    check_function("grad_fn", grad_fn, "It takes (worker, params, step).")
-    contract.check_rule(rule, call)
-    rule, exchange = contract.weighed(rule, weigh), coded.check_code(exchange, rule)
     meet = check_meet(meet)
-    params = jax.tree.map(jnp.asarray, params)
-    center = work.start_center(params)
-    parts = Partition(check_fragments(fragments), center)
-    at = Round(0, communication_period, 1)  # N is known once the clock has run
-    engine = Engine(inner, rule, exchange, parts, at, grad_fn)
+    engine, params = engine_of(
+        call, inner, rule, params, grad_fn, weigh=weigh,
+        num_workers=check_number(seconds, num_workers), exchange=exchange,
+        communication_period=communication_period, fragments=fragments,
+        keep_local=keep_local,
+    )  # fmt: skip
     timeline = clock(
         seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
         communication_period=communication_period, link=link, failures=failures,
-        part_bytes=engine.bytes_of_parts(center), tokens=tokens,
+        part_bytes=engine.part_bytes, tokens=tokens,
     )  # fmt: skip
-    if rule.num_workers not in (None, timeline.num_workers):
-        raise ValueError(
-            f"The rule was made for num_workers={rule.num_workers}; there are "
-            f"{timeline.num_workers}. Leave num_workers out of the rule."
-        )
-    if rule.check is not None:
-        rule.check(communication_period)
     merge = check_exchange(meet.merge, all_reduce())
-    refuse(_Terms(rule, meet, merge, delay or 0), _NOT_DECOUPLED)
-    at = at._replace(num_workers=timeline.num_workers)
-    engine = engine._replace(rule=work.keeping(rule, keep_local), at=at)
+    refuse(_Terms(engine.rule, meet, merge, delay or 0), _NOT_DECOUPLED)
     run = _Run(engine, merge, alone=not meet.shared, goes_on=bool(delay))
     final, _, (each, centers), recorded, kept = replay(
         run.advance, run.view, run.start(params), _rows(timeline), record
@@ -301,8 +289,9 @@ class _Run(NamedTuple):
 
     def of_part(self, handler: Callable) -> Callable:
         """What calls the handler of this row's part."""
-        of_part = self.engine.of_part
-        return lambda *operands: of_part(handler, operands[-1].part, *operands)
+        numbers = range(self.engine.parts.number)
+        branches = [functools.partial(handler, number) for number in numbers]
+        return lambda *operands: jax.lax.switch(operands[-1].part, branches, *operands)
 
     def nothing(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """Nothing happens to a worker's numbers."""
@@ -383,23 +372,22 @@ class _Run(NamedTuple):
     def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what has come to a meeting, and answers."""
         engine, learners = self.engine, state.learners
-        center = Center(state.center, state.outer)
-        before = engine.seen(part, center)
         weights = jnp.where(row.come, learners.weights[:, part], 0)
         brought = jax.vmap(lambda x: engine.parts.pick(x, part))(learners.brought)
         total = self.merged(brought, row.come, weights)
         # As in lockstep, an outer optimizer sees the workers of a meeting as one.
         alone = {"num_workers": engine.at.num_workers} if self.alone else {}
         counts = None if engine.rule.weigh is None else jnp.any(weights > 0)
-        after = engine.absorbed(before, total, counts, **alone)
+        center, before, after = engine.absorb(
+            part, Center(state.center, state.outer), total, counts, **alone
+        )
 
         def answer(own, has_come):
             new = self.answered(part, own, before.value, after.value)
             return where(has_come, new, own)
 
-        value, outer = engine.moved(part, center, after)
         learners = jax.vmap(answer)(learners, row.come)
-        return state._replace(learners=learners, center=value, outer=outer)
+        return DecoupledState(learners, *center, state.params)
 
     def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
         """The sum or mean of what has come, by their weights."""

@@ -5,21 +5,51 @@
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
-from optx_sync.center.contract import CenterRule, Round
-from optx_sync.center.fragments import Partition
+from optx_sync.center.contract import CenterRule, Period, Round, Weigh
+from optx_sync.center.fragments import Fragments, Partition, check_fragments
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_grads
+from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
+from optx_sync.optimizers.rule import RuleState
 from optx_sync.simulate.replay import GradFn
-from optx_sync.trees import Tree, is_nothing, where
+from optx_sync.trees import Tree, where
+
+
+def engine_of(
+    call: str,
+    inner: optax.GradientTransformation,
+    rule: CenterRule,
+    params: Tree,
+    grad_fn: GradFn,
+    *,
+    num_workers: int,
+    communication_period: Period,
+    exchange: Exchange | None,
+    fragments: Fragments | None,
+    keep_local: float | jax.Array | None,
+    weigh: Weigh | None,
+) -> tuple["Engine", Tree]:
+    """(the engine of checked arguments, the parameters as arrays of JAX)."""
+    inner = check_inner(inner, call)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, number).")
+    contract.check_rule(rule, call)
+    rule = contract.weighed(rule, weigh)
+    period = contract.check_period(communication_period)
+    contract.check_suits(rule, num_workers, period)
+    exchange = coded.check_code(exchange, rule)
+    params = jax.tree.map(jnp.asarray, params)
+    parts = Partition(check_fragments(fragments), work.start_center(params))
+    at = Round(num_workers, contract.static_period(period), 1)
+    rule = work.keeping(rule, keep_local)
+    return Engine(inner, rule, exchange, parts, at, grad_fn), params
 
 
 class Engine(NamedTuple):
@@ -53,17 +83,12 @@ class Engine(NamedTuple):
         outer = self.rule.outer
         return () if outer is None else self.parts.each(outer.init, center)
 
-    def bytes_of_parts(self, center: Tree) -> list[float]:
+    @property
+    def part_bytes(self) -> list[float]:
         """The bytes of a contribution to each part."""
         messages = functools.partial(coded.message_shapes, self.exchange)
-        parts = self.parts.split(center)
+        parts = self.parts.split(self.parts.shapes)
         return [float(coded.bytes_of(messages(part))) for part in parts]
-
-    def of_part(self, handler: Callable, part: jax.Array, *operands: Any) -> Any:
-        """Call `handler(part, *operands)` with the part as a number of Python."""
-        numbers = range(self.parts.number)
-        branches = [functools.partial(handler, number) for number in numbers]
-        return jax.lax.switch(part, branches, *operands)
 
     def walk(
         self, worker: Worker, center: Tree, who: Any, number: Any, steps: Any
@@ -88,26 +113,37 @@ class Engine(NamedTuple):
         """(a contribution as the center gets it, what the worker's code remembers)."""
         if self.exchange is None:
             return brought, codes
-        messages, kept = coded.encoded(self.exchange, brought, self.of(codes, part))
+        messages, kept = coded.encoded(
+            self.exchange, brought, self.parts.of_each(codes, part)
+        )
         brought = coded.decoded(self.exchange, messages, brought)
-        return brought, self.with_(codes, part, kept)
+        return brought, self.parts.with_each(codes, part, kept)
 
-    def seen(self, part: int, center: Center) -> Center:
-        """A part of the center."""
+    def absorb(
+        self,
+        part: int,
+        center: Center,
+        total: Tree,
+        counts: Any,
+        powers: Tree = None,
+        **extra: Any,
+    ) -> tuple[Center, Center, Center]:
+        """(the center, its part before, and with a contribution, if this counts).
+
+        `counts` is `None` where all do; `powers` is a state of the outer optimizer
+        whose running powers it takes over.
+        """
+        parts = self.parts
         value, outer = center
-        return Center(self.parts.pick(value, part), self.of(outer, part))
-
-    def absorbed(
-        self, before: Center, total: Tree, counts: Any, **extra: Any
-    ) -> Center:
-        """A part of the center with a contribution, if it counts; `None`: it does."""
+        before = Center(parts.pick(value, part), parts.of_each(outer, part))
+        if powers is not None:
+            before = before._replace(outer=with_powers(before.outer, powers))
         after = work.absorb(self.rule, before, total, **extra)
-        return after if counts is None else where(counts, after, before)
-
-    def moved(self, part: int, center: Center, after: Center) -> Center:
-        """The center with a new part."""
-        value = self.parts.put(center.value, part, after.value)
-        return Center(value, self.with_(center.outer, part, after.outer))
+        if counts is not None:
+            after = where(counts, after, before)
+        value = parts.put(value, part, after.value)
+        outer = parts.with_each(outer, part, after.outer)
+        return Center(value, outer), before, after
 
     def take(
         self, part: int, worker: Worker, before: Tree, after: Tree, at: Round
@@ -121,13 +157,21 @@ class Engine(NamedTuple):
             taken=parts.put(worker.taken, part, cut.taken),
         )
 
-    def of(self, states: Tree, part: int) -> Tree:
-        """The state of a part, as `Partition.each` made them; () of ()."""
-        whole = self.parts.number == 1 or is_nothing(states)
-        return states if whole else states[part]
 
-    def with_(self, states: Tree, part: int, state: Tree) -> Tree:
-        """The states with a new one for a part."""
-        if self.parts.number == 1 or is_nothing(states):
-            return state
-        return (*states[:part], state, *states[part + 1 :])
+def with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:
+    """A state with the running powers of another state of the same optimizer.
+
+    The powers are replaced at any depth of chains and masks; all else stays.
+    """
+
+    def is_rule_state(x):
+        return isinstance(x, RuleState)
+
+    return jax.tree.map(
+        lambda own, other: (
+            own._replace(powers=other.powers) if is_rule_state(own) else own
+        ),
+        state,
+        source,
+        is_leaf=is_rule_state,
+    )

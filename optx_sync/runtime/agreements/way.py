@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import check_code, check_pull_code
-from optx_sync.center.contract import CenterRule, Period, Round
+from optx_sync.center.contract import CenterRule, Period, Round, check_suits
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.center.meetings import check_meet
 from optx_sync.runtime.agreements.center import Center
@@ -27,13 +27,7 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
     """The server's and workers' sides under a rule."""
     period, num_workers = settings.communication_period, settings.num_workers
     exchange = check_code(settings.exchange, rule)
-    if rule.num_workers not in (None, num_workers):
-        raise ValueError(
-            f"The rule was made for {rule.num_workers} workers, but there are "
-            f"{num_workers}. Make them equal."
-        )
-    if rule.check is not None:
-        rule.check(period)
+    check_suits(rule, num_workers, period)
     meet = check_meet(settings.meet)
     at = round_of(num_workers, period, 1)
     pulls = check_pull_code(settings.pull_exchange)
