@@ -659,7 +659,7 @@ sync_server(SyncReplicas(4, num_tokens=1), 2)  # ValueError: and 2 are needed
 sync_server(1, 2, inner=BIG)  # TypeError: inner must be an Optax .* one of type dict
 Server(PARAMS, LOCAL, num_workers=0)  # ValueError: num_workers must be 1
 center_server(checkpoint_every=0)  # ValueError: checkpoint_every must be
-Server(PARAMS, OF_THREE, num_workers=2)  # ValueError: made for 3 workers
+Server(PARAMS, OF_THREE, num_workers=2)  # ValueError: num_workers=3, but there are 2
 Server(PARAMS, BIG, num_workers=2)  # TypeError: a center rule.* of type dict\.$
 Server({"w": 1.5}, LOCAL, num_workers=1)  # TypeError: for example jnp.asarray\(1.5\)
 """)
