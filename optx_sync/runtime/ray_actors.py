@@ -299,6 +299,10 @@ class RayConnection:
         except ray.exceptions.RayActorError:
             return False  # The push will find out whether it comes back.
 
+    def leaves(self, told: bool) -> bool:
+        """See `Server.leaves`."""
+        return told
+
     def _keep(self, key: tuple[int, int], client: Client) -> None:
         """Keep the state of the protocol, and the pushes that may be sent again."""
         client = self.with_news(client, key[1])
