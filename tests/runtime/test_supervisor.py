@@ -110,9 +110,9 @@ def supervisor_of(ray, connection, workers=1, **limits):
         total_steps=None,
     )
     supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
-    supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
+    supervisor.actors = {worker: [f"actor {worker}"] for worker in range(workers)}
     supervisor._launch = lambda index: supervisor.actors.update(
-        {index: f"actor {index}"}
+        {index: [f"actor {index}"]}
     )
     return supervisor, events
 
@@ -192,7 +192,7 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     joined = connection.join(0)
 
     def supervise(supervisor):
-        supervisor.actors[0] = "actor 0"
+        supervisor.actors[0] = ["actor 0"]
         for part in (0, 1):
             connection.push(push(1, joined, part))
         raise KeyboardInterrupt
@@ -237,7 +237,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     limits = {"needs": needs, "worker_timeout": -1.0}
     supervisor, events = supervisor_of(ray, servers_of(1), **limits)
     supervisor.running = {"reference": 0}
-    supervisor.placing = {0: Ref()}
+    supervisor.placing = {0: [Ref()]}
     events.launched(0)
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
@@ -246,7 +246,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
         "0.5 GPU (0 of 0 are free)."
     ]
     assert not ray.killed
-    supervisor.placing[0].done = True
+    supervisor.placing[0][0].done = True
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]
