@@ -158,16 +158,13 @@ def test_a_worker_may_be_several_processes(tmp_path):
         over = jax.sharding.Mesh(np.reshape(jax.devices(), (2, -1)), ("of", "in"))
         worker.shard(NamedSharding(over, PartitionSpec("of")))
         assert not worker.params["w"].is_fully_addressable
-        minus = jax.jit(lambda x, one: jax.tree.map(lambda x: 0.0 * x - one, x))
-        met = -1
+        down = jax.jit(lambda params: jax.tree.map(lambda x: 0.0 * x - 1.0, params))
         while worker.global_step < 8:
             if me == (1, 0, 1) and worker.global_step >= 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             if me == (0, 0, 1) and worker.global_step >= 4:
                 os.kill(os.getpid(), signal.SIGTERM)
-            # One step of those between two meetings moves: each adds one to the center.
-            worker.step(minus(worker.params, np.float32(met != worker.global_step)))
-            met = worker.global_step
+            worker.step(down(worker.params))
             time.sleep(0.01)
         center = multihost_utils.process_allgather(worker.params, tiled=True)
         (tmp_path / ".".join(map(str, me))).write_text(json.dumps(center["b"].tolist()))
@@ -177,9 +174,22 @@ def test_a_worker_may_be_several_processes(tmp_path):
         meet=runtime.quorum(2), synchronous=True, processes_per_worker=2,
         resources_per_worker={"CPU": 0.5},
     )  # fmt: skip
-    for event in history.events: print(event.kind, event.worker, event.round, event.local_step, event.global_step)
-    print(written(tmp_path), center)
-    assert 0
+    ended = written(tmp_path)
+    # All have begun twice: process 1 of worker 0 told its whole group to leave.
+    assert sorted(ended) == ["0.1.0", "0.1.1", "1.1.0", "1.1.1"]
+    assert history.count("lost", 1) == history.count("lost") == 1
+    assert [history.count("left", index) for index in (0, 1)] == [2, 1]
+    assert ended["0.1.0"] == ended["0.1.1"] and ended["1.1.0"] == ended["1.1.1"]
+    # Each step that a contribution is made of has added one, and no other.
+    counted, at = 0, [0, 0]
+    for event in history.events:
+        if event.kind == "push":
+            counted += event.local_step - at[event.worker]
+        if event.kind in ("push", "dropped", "join"):
+            at[event.worker] = event.local_step
+    assert history.events[-1].global_step >= 8 and counted >= 32
+    for x in center.values():
+        np.testing.assert_array_equal(x, np.float32(counted))
 
 
 def test_workers_out_of_reach_are_killed_before_others_take_their_place(
