@@ -59,7 +59,7 @@ class GroupConnection:
         ...     GroupConnection(server, "127.0.0.1"), params, optax.sgd(1.0), rule,
         ...     index=0, num_workers=1, communication_period=1,
         ... )
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
         >>> worker.shard(jax.NamedSharding(mesh, jax.P()))
         >>> worker.step({"w": jnp.array([-2.0, 0.0])})
         >>> server.center()["w"].tolist()

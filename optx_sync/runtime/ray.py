@@ -426,21 +426,19 @@ class _Supervisor:
 
     def _launch(self, index: int) -> None:
         needs, count = {**self.limits.needs}, self.limits.processes
-        options = {**RESTARTABLE}
-        if count > 1 and any(needs.values()):
-            # All or none have a place: two groups would wait for each other's.
-            together = self.ray.util.placement_group([needs] * count)
-            self.together[index] = together
-            placed = self.ray.util.scheduling_strategies
-            options["scheduling_strategy"] = placed.PlacementGroupSchedulingStrategy(
-                together
+        takes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
+        if count > 1 and any(self.limits.needs.values()):
+            # All have a place or none: two halves would wait for each other's rest.
+            util = self.ray.util
+            self.together[index] = util.placement_group([self.limits.needs] * count)
+            takes["scheduling_strategy"] = (
+                util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self.together[index]
+                )
             )
-        options["num_cpus"], options["num_gpus"] = (
-            needs.pop("CPU", 0),
-            needs.pop("GPU", 0),
+        actor = self.ray.remote(WorkerActor).options(
+            **RESTARTABLE, **takes, resources=needs
         )
-        options["resources"] = needs
-        actor = self.ray.remote(WorkerActor).options(**options)
         self.actors[index] = actors = [actor.remote() for _ in range(count)]
         self.placing[index] = here = [actor.is_here.remote() for actor in actors]
         self.joins[index] = self.events.seen.counts["join", index]

@@ -506,7 +506,8 @@ class Worker:
         """Shard the parameters and the optimizer's state over devices of the worker.
 
         Args:
-            sharding: A `jax.sharding.Sharding`, or a tree of them like the parameters.
+            sharding: A `NamedSharding`, or a tree of them like the parameters. Where
+                `fragments` or servers split an array, its mesh has `Auto` axes.
         """
         self._sharding = sharding
         self._own.place(self._place)

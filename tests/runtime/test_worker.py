@@ -86,7 +86,7 @@ class Interrupted:
 
     def __init__(self, server, before):
         self.server, self.before, self.breaks = server, before, False
-        self.join, self.wait = server.join, server.wait
+        self.join, self.leaves = server.join, server.leaves
 
     def send(self, push):
         if self.breaks and self.before:
