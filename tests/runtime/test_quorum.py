@@ -317,6 +317,8 @@ def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
     ]
 
     class Both:
+        leaves = servers[0].leaves
+
         def join(self, worker):
             found = [server.join(worker) for server in servers]
             return found[0]._replace(parts=found[0].parts | found[1].parts)

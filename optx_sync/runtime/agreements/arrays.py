@@ -46,20 +46,20 @@ def whole(x: Any) -> np.ndarray:
 
 
 def beside(tree: Tree, params: Tree) -> Tree:
-    """A tree whose arrays lie, like the parameters, over the devices of all processes.
+    """A tree whose arrays lie over the same devices as the parameters.
 
-    One program takes both. Those that lie in this process alone, equal in all, are
-    replicated; where parameters do, too, nothing is done.
+    One program takes both. Arrays that lie elsewhere, such as a count that was made in
+    each process, are replicated.
     """
     over = next((x.sharding for x in jax.tree.leaves(params)), None)
-    if over is None or over.is_fully_addressable:
+    if not isinstance(over, NamedSharding):
         return tree
     everywhere = NamedSharding(over.mesh, PartitionSpec())
     return jax.tree.map(
         lambda x: (
-            jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
-            if x.is_fully_addressable
-            else x
+            x
+            if x.sharding.device_set == over.device_set
+            else jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
         ),
         tree,
     )
