@@ -65,7 +65,7 @@ GROUND = {
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "
-        "metrics shared ray_actors "
+        "metrics shared group ray_actors "
         "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
         "center meeting way sync_replicas"
     ),

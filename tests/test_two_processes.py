@@ -38,3 +38,15 @@ def test_workers_over_two_processes(histories):
         (found,) = histories["Workers", name]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert len(np.unique(histories["Workers", "own keys"][0], axis=0)) == 4
+
+
+def test_a_worker_of_the_runtime_over_two_processes(histories):
+    """Answers, refusals and a notice that process 1 got are those of both: as one."""
+    params, heard = histories["Worker", "runtime"]
+    (expected,), ((refused, rounds, steps, left),) = two_processes.of_the_runtime(False)
+    np.testing.assert_array_equal(params[0], params[1])
+    np.testing.assert_allclose(params[0], expected, rtol=1e-6, atol=1e-6)
+    assert refused == 1 and rounds == steps > 4
+    assert heard[0].tolist()[:3] == [refused, rounds, steps]
+    assert heard[1].tolist()[:3] == [refused, rounds, 0]  # its server heard nothing
+    assert heard[0, 3] == heard[1, 3] >= left

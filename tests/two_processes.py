@@ -7,23 +7,25 @@ replica's parameters were. A module takes part by naming a function below that r
 where it is not to be the one that `styles_of` finds.
 """
 
+import contextlib
 import importlib
 import pickle
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand
+from optx_sync import by_hand, runtime
 from tests import contexts, scripts
 
 CASES = (
@@ -113,6 +115,40 @@ def front_door(mesh):
     return {name: np.asarray(x) for name, x in found.items()}
 
 
+def of_the_runtime(grouped):
+    """A worker that is all processes: what each of them has, in rows."""
+    rule, params = oxs.rules.diloco(), {"w": np.linspace(0, 1, 24, dtype=np.float32)}
+    settings: Any = {"num_workers": 1, "communication_period": 4, "fragments": 2}
+    settings |= {"delay": 1, "meet": runtime.quorum(1)}
+    # Also in process 1, which does not ask it.
+    server = connection = runtime.Server(params, rule, **settings)
+    over = Mesh(jax.devices(), contexts.AXIS)
+    if grouped:
+        connection = runtime.GroupConnection(server, "127.0.0.1")
+    worker = runtime.Worker(
+        connection, params, oxs.optimizers.adam(0.1), rule,
+        index=0, keep_state=1, **settings,
+    )  # fmt: skip
+    worker.shard(NamedSharding(over, P(contexts.AXIS)))
+    gradient = jax.jit(lambda params, t: jax.tree.map(lambda x: jnp.sin(x + t), params))
+    refused = 0
+    for t in (*np.arange(5, dtype=np.float32), np.float32(np.nan), *([1, 2, 3] * 3)):
+        try:
+            worker.step(gradient(worker.params, np.float32(t)))
+        except runtime.PushRefused:
+            refused += 1
+            worker.pull()  # with the state of Adam that was sent last
+    worker.land()
+    params = multihost_utils.process_allgather(worker.params, tiled=True)
+    heard = [refused, worker.rounds, server.global_step]
+    worker.preempted = jax.process_index() == jax.process_count() - 1
+    with contextlib.suppress(runtime.Preempted):
+        while True:
+            worker.step(gradient(worker.params, np.float32(1)))
+    found = np.asarray(params["w"]), np.asarray([*heard, worker.local_step])
+    return [np.atleast_2d(x) for x in multihost_utils.process_allgather(found)]
+
+
 def replay_all():
     """{(case, style): the leaves of the history [T, 4, ...]}, by two processes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +187,7 @@ def _child(port, result, number):
     }
     for name, x in front_door(contexts.mesh()).items():
         found["Workers", name] = [x]
+    found["Worker", "runtime"] = of_the_runtime(True)
     if number == 0:
         Path(result).write_bytes(pickle.dumps(found))
 

@@ -12,6 +12,7 @@ from optx_sync.center.meetings import one as one
 from optx_sync.center.meetings import quorum as quorum
 from optx_sync.replicas.tokens import SyncReplicas as SyncReplicas
 from optx_sync.runtime.display import History as History
+from optx_sync.runtime.group import GroupConnection as GroupConnection
 from optx_sync.runtime.messages import Event as Event
 from optx_sync.runtime.messages import Joined as Joined
 from optx_sync.runtime.messages import JoinedPart as JoinedPart

@@ -32,6 +32,7 @@ from optx_sync.runtime.display import (
     Seen,
     log,
 )
+from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
 from optx_sync.runtime.parts import lay_out
@@ -51,6 +52,8 @@ DEATHS_WITHOUT_A_ROUND = 5
 # Seconds until a process that did not start is started again.
 START_AGAIN_SECONDS = 1.0
 POLL_SECONDS = 0.25
+# Seconds in which Ray should know that a process is dead, where another one has raised.
+DEATH_SECONDS = 3.0
 # Where memory is short, Ray first kills the newest of the actors that it may restart: a
 # worker, and not the older server beside it, which it may. The program is not started
 # again with the process: a call is not repeated, and a worker that died is killed.
@@ -87,6 +90,7 @@ def run(
     worker_timeout: float | None = None,
     total_steps: int | None = None,
     resources_per_worker: Mapping[str, float] | None = None,
+    processes_per_worker: int = 1,
 ) -> tuple[Tree, History]:
     """Asynchronous training with fault tolerance, on Ray: workers that wait for nobody.
 
@@ -142,6 +146,10 @@ def run(
         resources_per_worker: What each takes of the cluster, as Ray names it:
             `{"CPU": 4, "GPU": 1}`. What is left out: one CPU, nothing else. A worker
             for which there is no place yet joins later; the log says what is missing.
+        processes_per_worker: More than 1: each worker is so many processes, placed
+            together, of a `jax.distributed` of its own, and `worker_fn` runs in all of
+            them, with `worker.shard` over `jax.devices()`, which are those of all. Each
+            takes `resources_per_worker`. If one dies, all are replaced.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -165,8 +173,11 @@ def run(
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
     limits = _checked(
-        _Limits(max_failures, worker_timeout, total_steps, resources_per_worker)
-    )
+        _Limits(
+            max_failures, worker_timeout, total_steps, resources_per_worker,
+            processes_per_worker,
+        )
+    )  # fmt: skip
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
     turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
@@ -176,7 +187,7 @@ def run(
             f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
         )
     with contextlib.ExitStack() as ends:
-        cpus = math.ceil(num_workers * limits.needs["CPU"])
+        cpus = math.ceil(num_workers * processes_per_worker * limits.needs["CPU"])
         ray = ends.enter_context(_running_ray(address, cpus))
         connection = start_servers(
             params,
@@ -208,11 +219,13 @@ class _Limits(NamedTuple):
     max_failures: int
     worker_timeout: float | None
     total_steps: int | None
-    needs: Any = None  # of each resource, how much a worker takes
+    needs: Any = None  # of each resource, how much a worker's process takes
+    processes: int = 1  # of each worker
 
 
 def _checked(limits: _Limits) -> _Limits:
     integer("max_failures", limits.max_failures, "Pass how many, or 0.", 0)
+    integer("processes_per_worker", limits.processes, "Pass how many, or 1.")
     if limits.total_steps is not None:
         integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
     if limits.worker_timeout is not None:
@@ -334,15 +347,18 @@ class _Supervisor:
         self.events = events
         self.limits = limits
         self.failures = 0  # exceptions of `worker_fn`
+        errors = ray.exceptions
+        self._raised = errors.RayTaskError, errors.UnserializableException
         self.hung: dict[int, str] = {}  # the message for a worker that was killed
         worker_fn, _, _, inner, agreement, options = start
         with naming_what_cannot_be_sent(
             worker_fn=worker_fn, inner=inner, agreement=agreement, **options
         ):
             self.start = ray.put(start)
-        self.actors: dict[int, Any] = {}
+        self.actors: dict[int, list[Any]] = {}  # one, or those of a group
+        self.together: dict[int, Any] = {}  # where a group is placed
         self.running: dict[object, int] = {}
-        self.placing: dict[int, Any] = {}  # workers without a process yet
+        self.placing: dict[int, list[Any]] = {}  # workers without a process yet
         self.placing_said = time.monotonic()
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
@@ -365,7 +381,8 @@ class _Supervisor:
             self.events.collect()
             self._tell_who_left()
             for reference in done:
-                self._over(self.running.pop(reference), reference)
+                if reference in self.running:  # Its group may be over.
+                    self._over(self.running.pop(reference), reference)
             self._see_who_has_a_place()
             self._kill_who_hangs()
             if self.events.silence() > SILENCE_SECONDS:
@@ -374,13 +391,21 @@ class _Supervisor:
         self.events.collect(wait=True)
 
     def stop(self) -> None:
-        while self.actors:
-            self.ray.kill(self.actors.popitem()[1])
+        for index in list(self.actors):
+            self._kill(index)
+
+    def _kill(self, index: int) -> None:
+        """Kill a worker's processes: some may be alive, and they hold their CPUs."""
+        # Process 0 last: the others complain when it goes.
+        for actor in reversed(self.actors.pop(index)):
+            self.ray.kill(actor)
+        if (together := self.together.pop(index, None)) is not None:
+            self.ray.util.remove_placement_group(together)
 
     def _see_who_has_a_place(self) -> None:
         """A worker's silence counts from when it has one; say who waits for it."""
-        for index, reference in list(self.placing.items()):
-            if self.ray.wait([reference], timeout=0)[0]:
+        for index, here in list(self.placing.items()):
+            if not self.ray.wait(here, num_returns=len(here), timeout=0)[1]:
                 del self.placing[index]
                 self.events.launched(index)
         if not self.placing:
@@ -388,39 +413,56 @@ class _Supervisor:
         elif time.monotonic() - self.placing_said > SILENCE_SECONDS:
             self.placing_said = time.monotonic()
             has, free = self.ray.cluster_resources(), self.ray.available_resources()
+            count = self.limits.processes
             log.warning(
                 "The run waits for places for workers %s: each needs %s.",
                 ", ".join(map(str, sorted(self.placing))),
                 ", ".join(
-                    f"{number:g} {name} ({free.get(name, 0):g} of "
+                    f"{number * count:g} {name} ({free.get(name, 0):g} of "
                     f"{has.get(name, 0):g} are free)"
                     for name, number in self.limits.needs.items()
                 ),
             )
 
     def _launch(self, index: int) -> None:
-        needs = {**self.limits.needs}
+        needs, count = {**self.limits.needs}, self.limits.processes
         takes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
+        if count > 1 and any(self.limits.needs.values()):
+            # All have a place or none: two halves would wait for each other's rest.
+            util = self.ray.util
+            self.together[index] = util.placement_group([self.limits.needs] * count)
+            takes["scheduling_strategy"] = (
+                util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self.together[index]
+                )
+            )
         actor = self.ray.remote(WorkerActor).options(
             **RESTARTABLE, **takes, resources=needs
         )
-        self.actors[index] = actor = actor.remote()
-        self.placing[index] = actor.is_here.remote()
+        self.actors[index] = actors = [actor.remote() for _ in range(count)]
+        self.placing[index] = here = [actor.is_here.remote() for actor in actors]
         self.joins[index] = self.events.seen.counts["join", index]
         self.events.launched(index)
-        self.running[actor.run.remote(index, self.start)] = index
+        for process, actor in enumerate(actors):
+            given = index, [self.start], process, count, here[0]
+            self.running[actor.run.remote(*given)] = index
 
     def _over(self, index: int, reference: object) -> None:
         """Handle a worker that has returned, has died or cannot be reached."""
+        others = [other for other, of in self.running.items() if of == index]
         try:
             unpushed = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
-            # Kill it before another one starts: it may be alive, and it holds its CPU.
-            self.ray.kill(self.actors.pop(index))
+            error = self._cause(error, others)
+            for other in others:
+                del self.running[other]
+            self._kill(index)
             self._lost(index, error)
             self._launch(index)
             return
-        self.ray.kill(self.actors.pop(index))
+        if others:  # of the same group, which are about to end.
+            return
+        self._kill(index)
         if unpushed is None:
             log.warning(
                 "Worker %d has left, as its machine goes, and handed in what it had. "
@@ -436,10 +478,26 @@ class _Supervisor:
                 "of worker_fn.", index, unpushed,
             )  # fmt: skip
 
+    def _cause(self, error: Exception, others: list[Any]) -> Exception:
+        """Of a group's errors the one that has brought about the others.
+
+        Where a process dies, those that compute with it raise, maybe before Ray knows.
+        """
+        end, raised = time.monotonic() + DEATH_SECONDS, self._raised
+        while others and isinstance(error, raised) and time.monotonic() < end:
+            done, others = self.ray.wait(others, timeout=POLL_SECONDS)
+            for reference in done:
+                try:
+                    self.ray.get(reference)
+                except self.ray.exceptions.RayError as other:
+                    apart = isinstance(getattr(error, "cause", None), Apart)
+                    if apart or not isinstance(other, raised):
+                        error = other
+        return error
+
     def _lost(self, index: int, error: Exception) -> None:
         """Tell of a worker that is lost; raise if the run does not bear it."""
-        exceptions = self.ray.exceptions
-        raised = exceptions.RayTaskError, exceptions.UnserializableException
+        raised = self._raised
         cause: Any = getattr(error, "cause", error)  # what `worker_fn` has raised
         if not isinstance(error, raised):
             # Raised for dead actors, those killed for memory, and those out of reach.
@@ -479,14 +537,15 @@ class _Supervisor:
         limit = self.limits.worker_timeout
         if limit is None:
             return
-        for index in self.running.values():
+        for index in {*self.running.values()}:
             seconds = self.events.silence_of(index)
             waits = index in self.placing or index in self.hung
             if seconds > limit and not waits:
                 self.hung[index] = (
                     f"It was killed: no server heard of it for {limit:g} s."
                 )
-                self.ray.kill(self.actors[index])
+                for actor in self.actors[index]:
+                    self.ray.kill(actor)
 
     def _tell_who_left(self) -> None:
         """Report to all servers, also to restarted ones, who has left."""
@@ -497,7 +556,7 @@ class _Supervisor:
                     self.connection.servers[number].call.remote("leave", index)
 
     def _say_what_for(self) -> None:
-        waiting = [self.events.how(index) for index in sorted(self.running.values())]
+        waiting = [self.events.how(index) for index in sorted({*self.running.values()})]
         waiting += self.events.silent_servers()
         log.warning("The run waits for %s.", "; ".join(waiting))
         self.events.heard = time.monotonic()

@@ -11,6 +11,7 @@ import functools
 import os
 import pathlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from optx_sync.runtime.checkpoints import (
     folders_of_servers,
     set_aside,
 )
+from optx_sync.runtime.group import GroupConnection
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
@@ -298,6 +300,10 @@ class RayConnection:
             return _raised(ray.get(self._asked.pop(key)))
         except ray.exceptions.RayActorError:
             return False  # The push will find out whether it comes back.
+
+    def leaves(self, told: bool) -> bool:
+        """See `Server.leaves`."""
+        return told
 
     def _keep(self, key: tuple[int, int], client: Client) -> None:
         """Keep the state of the protocol, and the pushes that may be sent again."""
@@ -576,15 +582,30 @@ class ServerActor:
 
 
 class WorkerActor:
-    """The process in which `worker_fn` runs."""
+    """The process in which `worker_fn` runs, or one of several of the same worker."""
 
-    def is_here(self) -> None:
-        """Answered once there is a process."""
+    def is_here(self) -> str:
+        """Answered once there is a process: an address that is free in its machine."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{_own_host()}:{free.getsockname()[1]}"
 
-    def run(self, index: int, start: tuple[Any, ...]) -> int | None:
+    def run(
+        self,
+        index: int,
+        start: list[Any],
+        process: int = 0,
+        processes: int = 1,
+        coordinator: str = "",
+    ) -> int | None:
         """Run it: how many steps it has not pushed; `None` if it left on notice."""
+        if processes > 1:  # Before arrays arrive, with which JAX would start.
+            jax.distributed.initialize(coordinator, processes, process)
         told = _Notice()
-        worker_fn, connection, params, inner, agreement, options = start
+        given = import_ray().get(start[0])
+        worker_fn, connection, params, inner, agreement, options = given
+        if processes > 1:
+            connection = GroupConnection(connection, _own_host())
         worker = Worker(connection, params, inner, agreement, index=index, **options)
         told.worker, worker.preempted, again = worker, told.came, True
         while again:
@@ -604,6 +625,10 @@ class WorkerActor:
             again = worker.resumes()
         connection.finish(index)
         return worker.unpushed
+
+
+def _own_host() -> str:
+    return import_ray().util.get_node_ip_address()
 
 
 class _Notice:

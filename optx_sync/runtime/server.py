@@ -284,6 +284,10 @@ class Server:
             self._wait(held, lambda: not held.asks(worker, met), seconds)
             return held.asks(worker, met)
 
+    def leaves(self, told: bool) -> bool:
+        """Whether a worker leaves that was `told` to, or not: of a group, all do."""
+        return told
+
     def lease(
         self, worker: int, incarnation: int, holds: list[int], count: int
     ) -> list[Lease] | None:

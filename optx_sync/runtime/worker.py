@@ -62,6 +62,10 @@ class Connection(Protocol):
         """Whether to push a part now (see `Server.asked`), without waiting."""
         ...
 
+    def leaves(self, told: bool) -> bool:
+        """Whether a worker leaves after this step (see `Server.leaves`)."""
+        ...
+
 
 class Preempted(SystemExit):
     """The worker was told that its machine goes: it has handed in all that it has."""
@@ -243,6 +247,7 @@ class Worker:
                 self._set_out(self._turn, *said)
                 if not self._delay:
                     self._land()
+        self.preempted = self.connection.leaves(self.preempted)
         if self.preempted:
             self.flush()
             raise Preempted
@@ -501,7 +506,8 @@ class Worker:
         """Shard the parameters and the optimizer's state over devices of the worker.
 
         Args:
-            sharding: A `jax.sharding.Sharding`, or a tree of them like the parameters.
+            sharding: A `NamedSharding`, or a tree of them like the parameters. Where
+                `fragments` or servers split an array, its mesh has `Auto` axes.
         """
         self._sharding = sharding
         self._own.place(self._place)

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker, one, quorum
 from optx_sync.runtime.messages import Pending
+from tests.meshes import mesh_of
 
 WORKERS, STEPS = 4, 24
 RNG = np.random.default_rng(0)
@@ -92,6 +94,7 @@ LAWS = {
     "delayed": (DILOCO, {"delay": 3}),
     "parts": (DILOCO, {"fragments": 4}),
     "parts, delayed": (DILOCO, {"fragments": 4, "delay": 1}),
+    "sharded": (DILOCO, {"fragments": 4, "delay": 1, "over": {"data": 4}}),
     "local SGD": (oxs.rules.local_sgd(), {"fragments": 2, "delay": 2}),
     "AGN": (oxs.rules.agn(optax.sgd(0.3)), {"delay": 1}),
 }
@@ -100,10 +103,15 @@ LAWS = {
 @pytest.mark.parametrize("name", LAWS)
 def test_all_of_equal_speed_are_lockstep(name):
     rule, options = LAWS[name]
+    over = options.get("over")  # a mesh of each worker's own devices
+    options = {key: options[key] for key in options if key != "over"}
     # With `delay=0` a worker waits for the others, who come in threads of their own
     # on real machines: here the last step of a round is the one that is not waited for.
     wanted, centers = lockstep(rule, **options)
     server, workers = party(rule, quorum(WORKERS), **options)
+    if over is not None:
+        for worker in workers:
+            worker.shard(NamedSharding(mesh_of(over), PartitionSpec("data")))
     if not options.get("delay"):
         for worker in workers:
             worker._delay = 1
@@ -309,6 +317,8 @@ def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
     ]
 
     class Both:
+        leaves = servers[0].leaves
+
         def join(self, worker):
             found = [server.join(worker) for server in servers]
             return found[0]._replace(parts=found[0].parts | found[1].parts)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optx_sync as oxs
 from optx_sync import runtime
@@ -146,6 +148,48 @@ def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
     total = 4 * history.count("push")
     assert np.all(center["w"] == total) and np.all(center["b"] == total)
     assert history.count("left") == 3
+
+
+def test_a_worker_may_be_several_processes(tmp_path):
+    """One of a group is killed, one of another told to leave; meetings go on."""
+
+    def train(worker):
+        me = worker.index, worker.restarts, jax.process_index()
+        over = jax.sharding.Mesh(np.reshape(jax.devices(), (2, -1)), ("of", "in"))
+        worker.shard(NamedSharding(over, PartitionSpec("of")))
+        assert not worker.params["w"].is_fully_addressable
+        down = jax.jit(lambda params: jax.tree.map(lambda x: 0.0 * x - 1.0, params))
+        while worker.global_step < 8:
+            if me == (1, 0, 1) and worker.global_step >= 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if me == (0, 0, 1) and worker.global_step >= 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            worker.step(down(worker.params))
+            time.sleep(0.01)
+        center = multihost_utils.process_allgather(worker.params, tiled=True)
+        (tmp_path / ".".join(map(str, me))).write_text(json.dumps(center["b"].tolist()))
+
+    center, history = runtime.run(
+        train, PARAMS, ONE, COUNT, num_workers=2, communication_period=4,
+        meet=runtime.quorum(2), synchronous=True, processes_per_worker=2,
+        resources_per_worker={"CPU": 0.5},
+    )  # fmt: skip
+    ended = written(tmp_path)
+    # All have begun twice: process 1 of worker 0 told its whole group to leave.
+    assert sorted(ended) == ["0.1.0", "0.1.1", "1.1.0", "1.1.1"]
+    assert history.count("lost", 1) == history.count("lost") == 1
+    assert [history.count("left", index) for index in (0, 1)] == [2, 1]
+    assert ended["0.1.0"] == ended["0.1.1"] and ended["1.1.0"] == ended["1.1.1"]
+    # Each step that a contribution is made of has added one, and no other.
+    counted, at = 0, [0, 0]
+    for event in history.events:
+        if event.kind == "push":
+            counted += event.local_step - at[event.worker]
+        if event.kind in ("push", "dropped", "join"):
+            at[event.worker] = event.local_step
+    assert history.events[-1].global_step >= 8 and counted >= 32
+    for x in center.values():
+        np.testing.assert_array_equal(x, np.float32(counted))
 
 
 def test_workers_out_of_reach_are_killed_before_others_take_their_place(

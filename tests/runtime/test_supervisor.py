@@ -56,9 +56,9 @@ class RayHere:
     """What of Ray a supervisor and a connection call."""
 
     exceptions = types.SimpleNamespace(
-        RayTaskError=TimeoutError, RayError=ConnectionError,
+        RayTaskError=ConnectionRefusedError, RayError=ConnectionError,
         RayActorError=ConnectionError, ActorDiedError=ConnectionAbortedError,
-        UnserializableException=TimeoutError,
+        UnserializableException=ConnectionRefusedError,
     )  # fmt: skip
 
     def __init__(self):
@@ -110,9 +110,9 @@ def supervisor_of(ray, connection, workers=1, **limits):
         total_steps=None,
     )
     supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
-    supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
+    supervisor.actors = {worker: [f"actor {worker}"] for worker in range(workers)}
     supervisor._launch = lambda index: supervisor.actors.update(
-        {index: f"actor {index}"}
+        {index: [f"actor {index}"]}
     )
     return supervisor, events
 
@@ -145,6 +145,27 @@ def test_a_round_counts_where_all_its_parts_were_taken(ray, whole):
     if not whole:
         with pytest.raises(RuntimeError, match="died 5 times without a round"):
             supervisor._over(0, died)
+
+
+def test_a_group_is_lost_as_a_whole_and_for_what_happened_first(ray):
+    """A process that computes with one that died raises, and Ray hears that first."""
+    supervisor, events = supervisor_of(ray, servers_of(1, 2), workers=2)
+    supervisor.actors[0] = ["process 0", "process 1"]
+    raised, died, other = Ref(), Ref(), Ref()
+    raised.value, raised.done = ConnectionRefusedError("closed by its peer"), True
+    died.value, died.done = ConnectionError("it is gone"), True
+    supervisor.running = {died: 0, other: 1}
+    supervisor.connection.join(0)
+    events.collect()
+    supervisor._over(0, raised)
+    assert ray.killed == ["process 1", "process 0"] and not supervisor.failures
+    assert supervisor.deaths == [1, 0] and supervisor.running == {other: 1}
+    # One that has returned waits for the rest of its group.
+    returned = Ref()
+    supervisor.running = {died: 0}
+    returned.value = 0
+    supervisor._over(0, returned)
+    assert not supervisor.returned and len(ray.killed) == 2
 
 
 def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
@@ -192,7 +213,7 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     joined = connection.join(0)
 
     def supervise(supervisor):
-        supervisor.actors[0] = "actor 0"
+        supervisor.actors[0] = ["actor 0"]
         for part in (0, 1):
             connection.push(push(1, joined, part))
         raise KeyboardInterrupt
@@ -237,7 +258,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     limits = {"needs": needs, "worker_timeout": -1.0}
     supervisor, events = supervisor_of(ray, servers_of(1), **limits)
     supervisor.running = {"reference": 0}
-    supervisor.placing = {0: Ref()}
+    supervisor.placing = {0: [Ref()]}
     events.launched(0)
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
@@ -246,7 +267,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
         "0.5 GPU (0 of 0 are free)."
     ]
     assert not ray.killed
-    supervisor.placing[0].done = True
+    supervisor.placing[0][0].done = True
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]

@@ -86,7 +86,7 @@ class Interrupted:
 
     def __init__(self, server, before):
         self.server, self.before, self.breaks = server, before, False
-        self.join, self.wait = server.join, server.wait
+        self.join, self.leaves = server.join, server.leaves
 
     def send(self, push):
         if self.breaks and self.before:
@@ -216,9 +216,15 @@ def test_row_sparse_and_missing_gradients():
 def test_worker_may_be_a_mesh_of_its_own():
     mesh = mesh_of({"fsdp": 2})
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-    server, (worker,) = party(COUNT, period=2, inner=optax.sgd(1.0, momentum=0.5))
+    counts = optax.scale_by_schedule(lambda count: 1.0)
+    inner = optax.chain(optax.sgd(1.0, momentum=0.5), counts)
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 2}
+    server = Server(PARAMS, COUNT, **settings)
+    worker = Worker(server, PARAMS, inner, COUNT, index=0, keep_state=1, **settings)
     worker.shard(sharding)
-    for _ in range(4):
+    for step in range(4):
+        if step == 2:
+            worker.pull()  # It goes on with the momentum and the count.
         grads = jax.jit(lambda p: jax.tree.map(lambda x: -jnp.ones_like(x), p))(
             worker.params
         )

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.messages import Arrays
@@ -31,8 +33,36 @@ def arrays_of(tree: Tree) -> Arrays:
 
 def _sent(leaf: Any) -> Tree:
     if isinstance(leaf, IndexedSlices):
-        return np.asarray(leaf.indices), np.asarray(leaf.values)
-    return None if leaf is None else np.asarray(leaf)
+        return whole(leaf.indices), whole(leaf.values)
+    return None if leaf is None else whole(leaf)
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array in the memory of this process, also one that lies over several."""
+    here = not isinstance(x, jax.Array) or x.is_fully_addressable
+    if here or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def beside(tree: Tree, params: Tree) -> Tree:
+    """A tree whose arrays lie over the same devices as the parameters.
+
+    One program takes both. Arrays that lie elsewhere, such as a count that was made in
+    each process, are replicated.
+    """
+    over = next((x.sharding for x in jax.tree.leaves(params)), None)
+    if not isinstance(over, NamedSharding):
+        return tree
+    everywhere = NamedSharding(over.mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: (
+            x
+            if x.sharding.device_set == over.device_set
+            else jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
+        ),
+        tree,
+    )
 
 
 def copied(tree: Tree) -> Tree:

@@ -14,7 +14,7 @@ from optx_sync.center.coded import encoded, plus_decoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, copied, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
 from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.agreements.saved import like, numbered
 from optx_sync.runtime.messages import Arrays, Reply
@@ -122,6 +122,8 @@ class OfCenter:
         if self.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
             self.codes = [start_codes(self.exchange, part) for part in picked]
+        held = self.accumulated, self.inner_state, self.codes
+        self.accumulated, self.inner_state, self.codes = beside(held, self.params)
         self.sent: dict[int, _Sent] = {}  # by part
         self.received: list[Received] = [Received() for _ in parts]
         # Arrays that no user has seen and that nobody needs any more: of each part what
@@ -260,7 +262,8 @@ class OfCenter:
         kept, read = {}, {}
         for name, arrays in reply.arrays.items():
             if self.keeps and name == self.took:
-                kept[name] = self.received[part].tree(arrays, shapes)
+                center = self.received[part].tree(arrays, shapes)
+                kept[name] = beside(center, self.params)
             else:
                 read[name] = tree_of(arrays, shapes)
         passing = self.params, self.taken, kept
