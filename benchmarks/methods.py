@@ -170,6 +170,8 @@ def _matrices(params):
     return matrices | {"table": None, "layers": layers}
 
 
+PARTS, LATER = 4, 2
+QUORUM = oxs.runtime.quorum(5, grace=1.0)
 ex, fed = oxs.exchange, oxs.exchange.error_feedback
 seldom: Any = {"axis_name": AXIS, "communication_period": PERIOD}
 
@@ -339,6 +341,16 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}; workers meet the center one by one",
         "Liu et al. 2024, arXiv 2401.09135",
         arrives="center",
+    ),
+    "Decoupled DiLoCo": Method(
+        "asynchronous",
+        diloco(fragments=PARTS, delay=LATER),
+        f"0.7 / 0.9, H = {PERIOD}, {PARTS} parts, {LATER} steps late; 5 of {WORKERS} "
+        "meet, a grace of 1, weights tokens^2 / steps, plain mean; published H = P = "
+        "24 and a radial mean, whose outer rates are not",
+        "Douillard et al. 2026, arXiv 2604.21428",
+        hidden=True,
+        arrives="quorum",
     ),
     "NoLoCo": Method(
         "partners",

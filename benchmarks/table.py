@@ -24,8 +24,11 @@ from methods import (
     BATCH,
     CONTEXT,
     INNER,
+    LATER,
     METHODS,
+    PARTS,
     PERIOD,
+    QUORUM,
     STEPS,
     WORKERS,
     Method,
@@ -43,12 +46,14 @@ import optx_sync as oxs
 from optx_sync.step import cycle_of
 
 EVERY = 50  # steps between evaluations
+EVENTS = 100  # of a virtual clock, between two that it keeps
 FULL = {"steps": STEPS, "seeds": 3, "names": tuple(METHODS)}
 SHORT = {"steps": 20, "seeds": 1, "names": ("data parallel", "DiLoCo, H = 5")}
 WELL, SLOW, LOST = "all well", "one slow", "one lost"
 LIES = {"one poisoned": -10.0, "one exploding": 1e3}
 APART = ("EASGD", "local SGD", "DiLoCo", "delayed Nesterov", "NoLoCo")
 TROUBLED = ("data parallel", "backup workers", *APART, "gossip, exponential")
+TROUBLED += ("Decoupled DiLoCo",)
 RULES = ("median", "trimmed mean", "Krum", "geometric median", "clipped to the median")
 LIED_TO = ("data parallel", *RULES, "EASGD", "DiLoCo", "DiLoCo, clipped")
 LIED_TO += "DiLoCo, median", "NoLoCo", "gossip, exponential"
@@ -136,12 +141,17 @@ def is_away(step: int, job: Job) -> bool:
     return job.condition == LOST and 1 / 3 < step / job.steps <= 2 / 3
 
 
-def arrivals(job: Job, seed: int) -> np.ndarray:
-    """Which worker ends a step, event by event; steps differ by a tenth or so."""
+def step_seconds(job: Job, seed: int) -> np.ndarray:
+    """float[N, steps], of each worker's steps, which differ by a tenth or so."""
     rng = np.random.default_rng((seed, 2))
     seconds = rng.lognormal(0, 0.1, (WORKERS, job.steps))
     seconds[-1] *= SLOWNESS if job.condition == SLOW else 1
-    ends = seconds.cumsum(1)
+    return seconds
+
+
+def arrivals(job: Job, seed: int) -> np.ndarray:
+    """Which worker ends a step, event by event."""
+    ends = step_seconds(job, seed).cumsum(1)
     worker = np.broadcast_to(np.arange(WORKERS)[:, None], ends.shape)
     counts = ends <= job.steps  # as long as the others need in the mean
     if job.condition == LOST:
@@ -160,6 +170,9 @@ def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
     validation = jnp.asarray(texts()["validation"])
     inner = INNER[method.inner](rate_of(job.steps))
     every = max(1, len(order) * min(EVERY, job.steps) // job.steps)
+    seconds, points = step_seconds(job, seed), max(1, job.steps // EVERY)
+    lost = (WORKERS - 1, job.steps / 3, job.steps * 2 / 3)
+    away = [lost] if job.condition == LOST else []
 
     def grad_fn(worker, params, event):
         key = jax.random.fold_in(jax.random.key(seed), event)
@@ -182,6 +195,27 @@ def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
             return jax.lax.map(lambda p: loss_of(p, validation), found.params), (
                 jax.tree.map(lambda x: x[-1], found.params)
             )
+        if method.arrives == "quorum":
+            found = oxs.simulate.decoupled(
+                inner,
+                oxs.rules.diloco(),
+                start,
+                grad_fn,
+                lambda worker, step: seconds[worker, step % job.steps],
+                until=job.steps,
+                num_workers=WORKERS,
+                meet=QUORUM,
+                communication_period=PERIOD,
+                fragments=PARTS,
+                delay=LATER,
+                failures=away,
+                weigh=lambda at: at.tokens**2 / at.steps,
+                record=EVENTS,
+            )
+            picked = np.linspace(0, len(found.seconds) - 1, points).round().astype(int)
+            centers = jax.tree.map(lambda x: x[picked], found.center)
+            curve = jax.lax.map(lambda c: loss_of(c, validation), centers)
+            return curve, found.final.center
         found = oxs.simulate.asynchronous(
             inner,
             oxs.rules.diloco(outer=oxs.outer.delayed_nesterov(0.7, momentum=0.9)),

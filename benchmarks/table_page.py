@@ -50,8 +50,9 @@ class Traffic(NamedTuple):
 def traffic(name: str, steps: int) -> Traffic:
     """Read from the compiled program of the method's optimizer."""
     method = METHODS[name]
-    if method.arrives == "center":  # a contribution up, the center down
-        return Traffic(8 / PERIOD, 2 / PERIOD, method.hidden)
+    if method.arrives in ("center", "quorum"):  # a contribution up, the center down
+        parts = methods.PARTS if method.arrives == "quorum" else 1
+        return Traffic(8 / PERIOD, 2 * parts / PERIOD, method.hidden)
     sizes, names = tuple(method.axes.values()), tuple(method.axes)
     workers = oxs.Workers(sizes, names, mesh=True)
     inner, rounds = INNER[method.inner](rate_of(steps)), 1.0
