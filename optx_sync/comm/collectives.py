@@ -8,9 +8,12 @@ and `jax.vmap(axis_name=...)`. JAX's collectives differ between them: `vmap` and
 several axes or over lanes on a mesh. The functions here behave alike in all contexts.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -53,6 +56,37 @@ class _Alone(tuple):
 ALONE = _Alone()
 
 
+# Of the axes along which a process runs its own workers alone: how many all have.
+_apart: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar(
+    "apart", default=MappingProxyType({})
+)
+
+
+def here(axis: str) -> str:
+    """The name of an axis of workers on the mesh of one process alone.
+
+    It is another one, so that a collective over all workers finds no axis.
+    """
+    return f"{axis} here"
+
+
+@contextlib.contextmanager
+def apart(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Trace a step of one process alone; `sizes`: of all workers, along their axes."""
+    before = _apart.set(sizes)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
+
+
+def is_apart(axis_name: AxisName) -> bool:
+    """Whether this is a step of one process alone, without other workers there."""
+    return not {here(axis) for axis in _apart.get()}.isdisjoint(
+        check_axis_name(axis_name)
+    )
+
+
 class Groups:
     """A checked partition of the replicas, and whether JAX has collectives for it."""
 
@@ -87,12 +121,15 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
         )
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
-    return tuple(axes)
+    return tuple(here(axis) if axis in _apart.get() else axis for axis in axes)
 
 
 def axis_size(axis_name: AxisName) -> int:
     """The number of replicas along the mapped axis, or along all axes of a tuple."""
-    return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))
+    whole = {here(axis): size for axis, size in _apart.get().items()}
+    return math.prod(
+        whole.get(a) or _bound(lax.axis_size, a) for a in check_axis_name(axis_name)
+    )
 
 
 def is_mapped(axis_name: AxisName) -> bool:
@@ -106,6 +143,7 @@ def is_mapped(axis_name: AxisName) -> bool:
 
 def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
     """This replica's index in `range(axis_size)`; the first axis is major."""
+    _refuse_apart(axis_name)
     index = jnp.int32(0)
     for axis in check_axis_name(axis_name):
         own = _bound(lax.axis_index, axis)
@@ -157,6 +195,7 @@ def without_types(x: jax.Array) -> jax.Array:
 
 def reducible(axis_name: AxisName) -> tuple[str, ...]:
     """The axes; a ValueError where JAX has no collective over them."""
+    _refuse_apart(axis_name)
     axes = check_axis_name(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     mapped = set(axes) - set(checked_axes(axes))
@@ -166,6 +205,17 @@ def reducible(axis_name: AxisName) -> tuple[str, ...]:
             "jax.shard_map(check_vma=True). Pass check_vma=False to jax.shard_map."
         )
     return axes
+
+
+def _refuse_apart(axis_name: AxisName) -> None:
+    """Refuse to meet workers of other processes, which do not make this step."""
+    if is_apart(axis_name):
+        raise ValueError(
+            "In a step of `workers.here` a process makes its own workers' steps alone, "
+            f"but here all workers along {one_or_several(tuple(_apart.get()))!r} are to"
+            " meet. Pass meet=False to the center rule, and meet in a step of "
+            "`workers.step`."
+        )
 
 
 def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
