@@ -8,12 +8,9 @@ and `jax.vmap(axis_name=...)`. JAX's collectives differ between them: `vmap` and
 several axes or over lanes on a mesh. The functions here behave alike in all contexts.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -25,6 +22,7 @@ from optx_sync.trees import Tree, one_or_several
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
+Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of axes
 Result = TypeVar("Result")
 # What messages recommend where Explicit axes do not work.
 _AUTO_MESH = (
@@ -56,10 +54,13 @@ class _Alone(tuple):
 ALONE = _Alone()
 
 
-# Of the axes along which a process runs its own workers alone: how many all have.
-_apart: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar(
-    "apart", default=MappingProxyType({})
-)
+# In a step of one process alone: its workers' axes, and how many all processes have.
+_apart = jax.make_user_context(default_value=())
+
+
+def apart(sizes: Sizes) -> Any:
+    """A context for a step of one process alone; of all workers `sizes`, by axes."""
+    return _apart(sizes)
 
 
 def here(axis: str) -> str:
@@ -70,21 +71,10 @@ def here(axis: str) -> str:
     return f"{axis} here"
 
 
-@contextlib.contextmanager
-def apart(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Trace a step of one process alone; `sizes`: of all workers, along their axes."""
-    before = _apart.set(sizes)
-    try:
-        yield
-    finally:
-        _apart.reset(before)
-
-
 def is_apart(axis_name: AxisName) -> bool:
-    """Whether this is a step of one process alone, without other workers there."""
-    return not {here(axis) for axis in _apart.get()}.isdisjoint(
-        check_axis_name(axis_name)
-    )
+    """Whether other workers along the axis have no part in this step."""
+    axes = check_axis_name(axis_name)
+    return any(here(axis) in axes for axis, _ in _apart.value)
 
 
 class Groups:
@@ -121,12 +111,13 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
         )
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
-    return tuple(here(axis) if axis in _apart.get() else axis for axis in axes)
+    own = dict(_apart.value)
+    return tuple(here(axis) if axis in own else axis for axis in axes)
 
 
 def axis_size(axis_name: AxisName) -> int:
     """The number of replicas along the mapped axis, or along all axes of a tuple."""
-    whole = {here(axis): size for axis, size in _apart.get().items()}
+    whole = {here(axis): size for axis, size in _apart.value}
     return math.prod(
         whole.get(a) or _bound(lax.axis_size, a) for a in check_axis_name(axis_name)
     )
@@ -212,9 +203,8 @@ def _refuse_apart(axis_name: AxisName) -> None:
     if is_apart(axis_name):
         raise ValueError(
             "In a step of `workers.here` a process makes its own workers' steps alone, "
-            f"but here all workers along {one_or_several(tuple(_apart.get()))!r} are to"
-            " meet. Pass meet=False to the center rule, and meet in a step of "
-            "`workers.step`."
+            f"but here all along {axis_name!r} are to meet. Pass meet=False to the "
+            "center rule, and meet in a step of `workers.step`."
         )
 
 

@@ -290,7 +290,7 @@ class Step:
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
         part = self.layout().part
-        with apart(part.sizes if part else {}):
+        with apart(part.sizes if part else ()):
             returned = self.fun(*given, *args, **kwargs)
         new, results = self._sort(call.state, given, returned)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Workers`: run a program that is written for one device on many workers."""
 
+import copy
 import functools
 import math
 import warnings
@@ -369,9 +370,10 @@ class Workers:
         """
         self._layout.check_devices("workers.here")
         layout = apart.part_of(self._layout)
-        n, axis = map(one_or_several, (layout.sizes, layout.axes))
-        found = Workers(n, axis, mesh=layout.mesh, specs=self._specs)
-        found._layout = found._layout._replace(part=layout.part)
+        found = copy.copy(self)
+        found.sizes, found.axes, found._started = layout.sizes, layout.axes, None
+        found._mesh = found.mesh = layout.mesh
+        found._layout = layout
         return found
 
     def apart(self, state: Tree) -> Tree:
@@ -387,7 +389,7 @@ class Workers:
             (4, 2)
         """
         form, arrays, levels = self._all(state, "workers.apart")
-        return form.merge(apart.moved(arrays, levels, self._layout, self.here._layout))
+        return form.merge(apart.moved(arrays, levels, self.here._layout))
 
     def together(self, state: Tree) -> Tree:
         """The state of all workers, from the parts of all processes, which all call it.
@@ -408,9 +410,13 @@ class Workers:
             (4, 2)
         """
         form, arrays, levels = self.here._all(state, "workers.together")
-        whole = apart.moved(arrays, levels, self.here._layout, self._layout)
-        counters = [leaf.is_counter for leaf in held.leaves(form, arrays)]
-        return form.merge(apart.agreed(whole, counters, self.mesh))
+        arrays = apart.moved(arrays, levels, self._layout)
+        found = enumerate(held.leaves(form, arrays))
+        places = [place for place, leaf in found if leaf.is_counter]
+        counters = apart.largest([arrays[place] for place in places], self.mesh)
+        for place, x in zip(places, counters, strict=True):
+            arrays[place] = x
+        return form.merge(arrays)
 
     def first(self, state: Tree) -> Tree:
         """The first worker's state, without the workers' axes.

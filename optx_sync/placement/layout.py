@@ -7,7 +7,7 @@ classes decide along which ones: the outermost is level 0.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 
 from optx_sync.comm import shards
-from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.comm.collectives import AxisName, Sizes, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement import workers as placing
@@ -48,12 +48,12 @@ class Part(NamedTuple):
     """Which of all workers one process has."""
 
     rows: tuple[int, ...]  # their numbers among all, along the first of `Layout.axes`
-    sizes: Mapping[str, int]  # of all workers, along the mesh axes of that one
+    sizes: Sizes  # of all workers, along the mesh axes of that one
 
     @property
     def number(self) -> int:
         """Of all workers along the first axis."""
-        return math.prod(self.sizes.values())
+        return math.prod(size for _, size in self.sizes)
 
 
 class Layout(NamedTuple):
