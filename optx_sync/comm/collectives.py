@@ -201,10 +201,11 @@ def reducible(axis_name: AxisName) -> tuple[str, ...]:
 def _refuse_apart(axis_name: AxisName) -> None:
     """Refuse to meet workers of other processes, which do not make this step."""
     if is_apart(axis_name):
+        axes = one_or_several(tuple(axis for axis, _ in _apart.value))
         raise ValueError(
             "In a step of `workers.here` a process makes its own workers' steps alone, "
-            f"but here all along {axis_name!r} are to meet. Pass meet=False to the "
-            "center rule, and meet in a step of `workers.step`."
+            f"but here all along {axes!r} are to meet. Pass meet=False to the center "
+            "rule, and meet in a step of `workers.step`."
         )
 
 
