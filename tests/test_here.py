@@ -22,6 +22,7 @@ SIZES = {"pods": 2, "data": 2}
 AXES = tuple(SIZES)
 INSIDE = oxs.cross_shard(optax.sgd(0.1, 0.9), "data")
 TX = oxs.diloco(INSIDE, "pods", measure=True)
+IN_PIECES = oxs.diloco(INSIDE, "pods", shard_center=True, fragments=2)
 PARAMS = {"w": np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)}
 KEY = jax.random.key(1)
 X = np.linspace(-1, 1, 8 * 4, dtype=np.float32).reshape(8, 4)
@@ -50,18 +51,18 @@ def train(workers, alone, together, now):
 
 
 @pytest.mark.parametrize(
-    "mesh, specs",
+    "tx, mesh, specs",
     [
-        (None, None),
-        (mesh_of(SIZES | {"shards": 2}), {"w": P("shards")}),
+        (IN_PIECES, None, None),
+        (TX, mesh_of(SIZES | {"shards": 2}), {"w": P("shards")}),
     ],
     ids=["simulated", "sharded"],
 )
-def test_the_steps_of_here_are_those_of_all(mesh, specs):
-    """Also what is drawn, which places have, and that a mesh is the same again."""
+def test_the_steps_of_here_are_those_of_all(tx, mesh, specs):
+    """Also what is drawn, and on a mesh where arrays lie."""
     workers = oxs.Workers((2, 2), AXES, mesh=mesh, specs=specs)
-    quiet, meet = (functools.partial(step_of, TX, meet=meet) for meet in (False, True))
-    together, start = workers.step(meet, state=4), (PARAMS, TX.init(PARAMS), 0, KEY)
+    quiet, meet = (functools.partial(step_of, tx, meet=meet) for meet in (False, True))
+    together, start = workers.step(meet, state=4), (PARAMS, tx.init(PARAMS), 0, KEY)
     expected, found = (
         train(workers, whose.step(quiet, state=4), together, workers.start(start))
         for whose in (workers, workers.here)
@@ -111,6 +112,7 @@ def of_here(tx: Any = TX, change=lambda x: x, **given):
 
 
 LATE = oxs.diloco(INSIDE, "pods", communication_period=4, delay=1)
+SIMULATED = oxs.Workers(2, "pods")
 GOSSIP = oxs.gossip(optax.sgd(0.1), "pods")
 ABSTRACT = oxs.Workers(2, "pods", mesh=AbstractMesh((2,), ("pods",)))
 
@@ -127,6 +129,7 @@ of_here(meet=False, change=lambda x: jax.lax.pmean(x, "pods"))
 of_here(meet=False, change=lambda x: x + jax.lax.axis_index("pods"))
 # NameError: axis name: pods
 ABSTRACT.here  # ValueError: workers.here needs devices
+SIMULATED.here.resize(SIMULATED.start(PARAMS))  # ValueError: and not by `workers.here`
 """)
 def test_refused(call, said):
     with refused(said):

@@ -134,7 +134,6 @@ def is_mapped(axis_name: AxisName) -> bool:
 
 def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
     """This replica's index in `range(axis_size)`; the first axis is major."""
-    _refuse_apart(axis_name)
     index = jnp.int32(0)
     for axis in check_axis_name(axis_name):
         own = _bound(lax.axis_index, axis)

@@ -337,12 +337,13 @@ class Workers:
 
         Processes of unequal speed, each of which makes as many quiet steps as it likes,
         until all meet. A step of `here` is compiled for this process's devices and
-        takes its own part of a state, of which `apart` and `together` are the two ways,
-        and of a batch. Its center rule gets `meet=False`; whatever would meet other
-        workers raises. Mind that a result is the mean of this process's workers.
+        takes its own part of a batch and of a state, to which `apart` and `together`
+        are the two ways. Its center rule gets `meet=False` and asks no schedule;
+        whatever would meet other workers raises, as does `delay`, in which sums land
+        in quiet steps. Results are the means over this process's workers.
 
         Raises:
-            ValueError: A worker, or a group of replicas within one, lies on several
+            ValueError: A worker, with the replicas inside of it, lies on several
                 processes.
 
         Example:

@@ -214,6 +214,11 @@ class Layout(NamedTuple):
         `places`: where they belong, if that is known.
         """
         self.check_devices("workers.resize")
+        if self.part is not None:
+            raise ValueError(
+                "All workers are resized and restored together, by `workers` and not by"
+                " `workers.here`. Do so, then take `workers.apart(state)`."
+            )
         tree, numbers = form.bare(arrays), self.numbers(form, arrays)
         check_one_number(numbers, self.sizes)
         one = self.shapes_of_one(form, arrays)
