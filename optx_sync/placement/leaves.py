@@ -81,6 +81,11 @@ class Leaf(NamedTuple):
         return {kind.whose for kind in self.levels[level:]} == {"own"}
 
     @property
+    def is_counter(self) -> bool:
+        """Whether it is a counter that workers share on all levels."""
+        return any(kind.whose == "all levels" for kind in self.levels)
+
+    @property
     def is_on_host(self) -> bool:
         """Whether it belongs into the memory of the host; scalars do not."""
         away = any(kind.memory != "device" for kind in self.kinds)
@@ -116,12 +121,9 @@ def map_but_counters(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
 
     All workers must take the same branch of a conditional on such a counter.
     """
-
-    def of_leaf(leaf):
-        counts = any(kind.whose == "all levels" for kind in leaf.levels)
-        return leaf.x if counts else function(leaf.x)
-
-    return map_leaves(of_leaf, tree)
+    return map_leaves(
+        lambda leaf: leaf.x if leaf.is_counter else function(leaf.x), tree
+    )
 
 
 def _leaves(
