@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from optx_sync.comm.reduce import or_one, weight_divisor
 from optx_sync.exchange.contract import Exchange
+from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, transposed
 
 
@@ -24,8 +25,7 @@ def elected() -> Exchange:
     pull the other way. Where the sum is 0 the result is 0. A NaN arrives.
 
     It sends what an all-reduce sends, and needs memory for one more copy of the arrays.
-    TIES also trims: `oxs.exchange.top_k` does, but sends messages of its own, so it does
-    not go in here.
+    TIES also trims what is small, which is left to you.
 
     Returns:
         The exchange. It is not linear, takes weights, and neither row-sparse leaves nor
@@ -48,17 +48,18 @@ def elected() -> Exchange:
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         weights = everyone.weights
-        weights = weights / weight_divisor(jnp.sum(weights))
-
-        def elect(block):
-            shares = weights.astype(block.dtype)[:, None]
-            sent = jnp.where(shares == 0, 0, block * shares)
-            total = jnp.sum(sent, axis=0)
-            kept = jnp.sign(sent) == jnp.sign(total)
-            chosen = jnp.sum(jnp.where(kept, sent, 0), axis=0)
-            chosen /= or_one(jnp.sum(jnp.where(kept, shares, 0), axis=0))
-            return jnp.where(jnp.isnan(total), total, chosen)
-
-        return list(map(elect, everyone.blocks))
+        shares = weights / weight_divisor(jnp.sum(weights))
+        return [_elect(block, shares) for block in everyone.blocks]
 
     return transposed(rule, takes_weights=True)
+
+
+def _elect(block: norms.OfEach, shares: norms.OfEach) -> jax.Array:
+    """The mean of those of a piece's values that have the sign of their sum."""
+    shares = shares.astype(block.dtype)[:, None]
+    sent = jnp.where(shares == 0, 0, block * shares)
+    total = jnp.sum(sent, axis=0, keepdims=True)
+    kept = jnp.sign(sent) == jnp.sign(total)
+    chosen = jnp.sum(jnp.where(kept, sent, 0), axis=0)
+    chosen /= or_one(jnp.sum(jnp.where(kept, shares, 0), axis=0))
+    return jnp.where(jnp.isnan(total[0]), total[0], chosen)

@@ -149,10 +149,8 @@ def penalized(
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "penalized", is_inexact)
-        axes, own = (
-            norm_axes(tree, axis_name, shard_axes),
-            own_weight(weight, axis_name),
-        )
+        axes = norm_axes(tree, axis_name, shard_axes)
+        own = own_weight(weight, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
         members, histories = _members(tree, groups), dict(state.histories)
         counts, left_out = jnp.bool_(True) if own is None else own > 0, jnp.bool_(False)
@@ -171,25 +169,18 @@ def penalized(
         largest = jnp.max(shares, axis=1, initial=0)
         me = axis_index(axis_name)
         parts = shares[me] / or_one(largest[me])
-        for part, places in zip(parts, members.values(), strict=True):
-            for i in places:
-                sent = norms.times(part, leaves[i])
-                leaves[i] = jnp.where(part == 0, jnp.zeros_like(sent), sent)
-        sent, inside = treedef.unflatten(leaves), state.exchange
-        met = exchange.meet(sent, inside, axis_name, weight=largest[me], also=also)
-        means, scale = jax.tree.leaves(met.mean), jnp.sum(largest)
-        for places in members.values():
-            factor = scale
-            if clip is not None:
-                norm = scale * norms.norm_of([means[i] for i in places], axes)
-                limited = jnp.asarray(clip, norm.dtype) / (norm + 1e-6)
-                factor = scale * jnp.minimum(1, limited)
-            for i in places:
-                means[i] = norms.times(factor, means[i])
-        memory = localize(PenalizedState(histories, left_out, met.state), axis_name)
-        return met._replace(
-            mean=treedef.unflatten(means), weight=total, lost=None, state=memory
+        sent = treedef.unflatten(_scaled(leaves, members, parts))
+        met = exchange.meet(
+            sent, state.exchange, axis_name, weight=largest[me], also=also
         )
+        means, scale = jax.tree.leaves(met.mean), jnp.sum(largest)
+        factors = [scale] * len(members)
+        if clip is not None:
+            each = [[means[i] for i in places] for places in members.values()]
+            factors = [_clipped(norms.norm_of(x, axes), scale, clip) for x in each]
+        mean = treedef.unflatten(_scaled(means, members, factors))
+        memory = localize(PenalizedState(histories, left_out, met.state), axis_name)
+        return met._replace(mean=mean, weight=total, lost=None, state=memory)
 
     return Exchange(
         init,
@@ -224,6 +215,27 @@ def _members(tree: Tree, groups: Callable[[str], str] | None) -> dict[str, list[
     return found
 
 
+def _clipped(norm: norms.Number, scale: norms.Number, clip: Any) -> norms.Number:
+    """By what to multiply: `scale`, or what makes the norm `clip`."""
+    scale = scale.astype(norm.dtype)
+    norm = scale * norm
+    limited = jnp.asarray(clip, norm.dtype) / (norm + 1e-6)
+    # An infinite mean is loud: times 0 it would be hidden.
+    return scale * jnp.where(jnp.isinf(norm), jnp.nan, jnp.minimum(1, limited))
+
+
+def _scaled(
+    leaves: list[jax.Array], members: dict[str, list[int]], factors: Any
+) -> list[jax.Array]:
+    """The leaves of each group times a factor; by 0 all becomes 0, a NaN, too."""
+    scaled = list(leaves)
+    for factor, places in zip(factors, members.values(), strict=True):
+        for i in places:
+            whole = norms.times(factor, leaves[i])
+            scaled[i] = jnp.where(factor == 0, jnp.zeros_like(whole), whole)
+    return scaled
+
+
 def _judge(
     norm: norms.Number, history: History, options: _Options
 ) -> tuple[Bool[Array, ""], History]:
@@ -250,10 +262,10 @@ def _shares(
 ) -> tuple[Float[Array, "replicas groups"], Float[Array, ""]]:
     """Each replica's share in each group, and the weights of those that have any."""
     fine = jnp.isfinite(sizes) & (weights != 0)[:, None]
-    least = jnp.min(jnp.where(fine, sizes, jnp.inf), axis=0)
+    least = jnp.min(jnp.where(fine, sizes, jnp.inf), axis=0, keepdims=True)
     # Relative to the shortest, whose exponential is 1.
     apart = jnp.where(fine, sizes - least, 0) / temperature
     shares = jnp.where(fine, weights[:, None] * jnp.exp(-apart), 0)
-    shares /= weight_divisor(jnp.sum(shares, axis=0))
+    shares /= weight_divisor(jnp.sum(shares, axis=0, keepdims=True))
     some = jnp.any(fine, axis=1) if sizes.shape[1] else weights != 0
     return shares, jnp.sum(jnp.where(some, weights, 0))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Radial-directional averaging: the mean length times the direction of the mean."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,7 +16,7 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable, shapes_too
 from optx_sync.exchange.robust import norms
-from optx_sync.trees import is_inexact, path_name, round_to
+from optx_sync.trees import Tree, is_inexact, path_name, round_to
 
 # A mean of unit vectors that is shorter says nothing of a direction: rounding does.
 _SHORT = 1e-3
@@ -76,7 +77,7 @@ def radial(
         >>> def mean(x):
         ...     return exchange.meet(x, exchange.init(x), "workers").mean
         >>> jax.vmap(mean, axis_name="workers")(jnp.array([[2.0, 0.0], [0.0, 4.0]]))[0]
-        Array([2.1213202, 2.1213202], dtype=float32)
+        Array([2.1213205, 2.1213205], dtype=float32)
 
     References:
         "Decoupled DiLoCo", 2026, arXiv 2604.21428.
@@ -91,10 +92,8 @@ def radial(
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "radial", is_inexact)
-        axes, own = (
-            norm_axes(tree, axis_name, shard_axes),
-            own_weight(weight, axis_name),
-        )
+        axes = norm_axes(tree, axis_name, shard_axes)
+        own = own_weight(weight, axis_name)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
         sent = jax.tree.leaves(_wide(tree))
         turned = [
@@ -102,10 +101,11 @@ def radial(
             for place, (path, _) in enumerate(pairs)
             if direct is None or not direct(path_name(path))
         ]
-        lengths = {}
+        lengths, roots = {}, [math.sqrt(max(1, x.size)) for x in sent]
         for place in turned:
-            length = norms.norm_of([sent[place]], axes)
-            sent[place] /= norms.unit_of(length).astype(sent[place].dtype)
+            x, length = sent[place], norms.norm_of([sent[place]], axes)
+            # Codes see numbers of about 1 in each leaf: a block may have some of two.
+            sent[place] = x / norms.unit_of(length).astype(x.dtype) * roots[place]
             lengths[place] = weigh(length, own)
         beside = {"also": also, "lengths": lengths}
         met = exchange.meet(
@@ -114,8 +114,9 @@ def radial(
         means = jax.tree.leaves(met.mean)
         for place, length in met.also["lengths"].items():
             total = weight_divisor(jnp.asarray(met.weight, length.dtype))
-            short = jnp.maximum(norms.norm_of([means[place]], axes), _SHORT)
-            means[place] = norms.times(length / total / short, means[place])
+            norm = norms.norm_of([means[place]], axes)
+            norm = jnp.maximum(norm, _SHORT * roots[place])
+            means[place] = norms.times(length / total / norm, means[place])
         mean = treedef.unflatten(
             round_to(m, x.dtype).astype(x.dtype)
             for m, (_, x) in zip(means, pairs, strict=True)
@@ -131,5 +132,5 @@ def radial(
     )
 
 
-def _wide(tree):
+def _wide(tree: Tree) -> Tree:
     return jax.tree.map(buffers.wide, tree)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
-from optx_sync.comm.reduce import own_weight
-from optx_sync.comm.varying import norm_axes
+from optx_sync.comm.reduce import as_weight
+from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
@@ -73,8 +73,8 @@ def transposed(
         weights, said = jnp.ones(replicas), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
         if weight is not None:
-            counted = weight if takes_weights else norms.flag_of(weight)
-            counted = own_weight(counted, axis_name)
+            counted = (as_weight if takes_weights else norms.flag_of)(weight)
+            counted = localize(counted, axis_name)
             own.append(counted.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
             said = gather(jnp.concatenate(own)[None], axis_name)
