@@ -164,12 +164,16 @@ def test_laws_of_merges():
         for name in ("radial", "elected"):
             found = {k: x / scale for k, x in scaled[name].items()}
             close(found, plain[name], message=name)
+    # Weights are relative to the shortest, however long all are.
+    far = {k: 100 * x for k, x in trees.items()}
+    expected = of_all(penalized)({k: x.astype(float) for k, x in far.items()}, ones)
+    close(merged(far, ones)["penalized"], expected, 1e-3)
     # Orthogonal vectors keep their length, of which the mean loses all but 1/sqrt(8).
     apart = trees | {"layer": 5 * np.eye(N, 30, dtype=np.float32)}
     found = merged(apart, ones)["radial"]["layer"]
     np.testing.assert_allclose(np.linalg.norm(found), 5, rtol=1e-6)
     # Directions that cancel have none: the length falls, and is not that of rounding.
-    apart["layer"] = trees["layer"][:1] * np.float32([[1], [-1]] * (N // 2))
+    apart["layer"] = trees["layer"][:1] * np.float32([[3], [-0.7]] * (N // 2))
     assert np.abs(merged(apart, ones)["radial"]["layer"]).max() < 1e-3
     apart["layer"][3, 3] = np.nan
     found = merged(apart, ones)
