@@ -191,7 +191,7 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def times(factor: ArrayLike, x: jax.Array) -> jax.Array:
+def times(factor: Any, x: jax.Array) -> jax.Array:
     """A multiple of an array, in its dtype whatever that of the factor."""
     return jnp.asarray(factor, x.dtype) * x
 

@@ -370,7 +370,7 @@ class Mixing(NamedTuple):
         now = meeting.land(now, step, moved, mass, at)
         if self.gasloc is not None:
             now = now._replace(center=now.center._replace(outer=sent))
-        return meeting.settle(now, walked, now.center.value)
+        return meeting.settle(now, step, walked, now.center.value)
 
     def _sent(self, x: Tree, center: Tree, weight: jax.Array | None) -> Tree:
         """What a worker sends to its partners."""
