@@ -191,6 +191,11 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
+def times(factor: Any, x: jax.Array) -> jax.Array:
+    """A multiple of an array, in its dtype whatever that of the factor."""
+    return jnp.asarray(factor, x.dtype) * x
+
+
 def cast_like(tree: Tree, like: Tree) -> Tree:
     """Cast a tree to the dtypes of another one, so that a state keeps its types.
 

@@ -53,7 +53,7 @@ GROUND = {
     "optimizers": files("optimizers/: rule"),
     "center": files(
         "center/: coded contract worker fragments buffers landing state checks "
-        "lockstep rounds turns"
+        "inner_state lockstep rounds turns"
     ),
     "peers": files(
         "peers/: graphs stability "

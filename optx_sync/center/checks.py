@@ -126,6 +126,12 @@ TOGETHER: Refused[Options] = (
         "there is one. Leave shard_center=True out.",
     ),
     (
+        lambda o: o.axis_name is ALONE and not o.exchange.exact,
+        "exchange= says how the contributions of several workers become one, and with "
+        "axis_name=None there is one, which sends nothing: codes would only lose some "
+        "of it. Leave exchange= out.",
+    ),
+    (
         lambda o: o.shard_center and o.reads_center,
         "shard_center=True: between rounds nobody holds the whole center, which this "
         "rule's `{0.reads_center}` reads, as that of elastic_average does. Leave "

@@ -15,7 +15,7 @@ center whole) and N workers:
     diloco      (s - x) / N            a step of `outer`        the center
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import jax
@@ -26,7 +26,9 @@ from jax.typing import ArrayLike
 from optx_sync.checks import integer
 from optx_sync.trees import brief, call_it
 
-InnerState: TypeAlias = Literal["keep", "average", "reset"]
+InnerStates: TypeAlias = Literal["keep", "average", "reset"]
+# Or names of fields, with the rounds from one mean of them to the next.
+InnerState: TypeAlias = InnerStates | Mapping[str, int]
 CenterMemory: TypeAlias = Literal["device", "pinned_host"]
 Period: TypeAlias = int | optax.Schedule
 

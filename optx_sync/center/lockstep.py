@@ -34,6 +34,7 @@ from optx_sync.center.fragments import (
     number_of_parts,
     steps_between,
 )
+from optx_sync.center.inner_state import check_fields, check_inner_state
 from optx_sync.center.landing import Landing, Pieces
 from optx_sync.center.rounds import AtOnce, InLine, Later, Meeting, Rounds, Step
 from optx_sync.center.state import CenterState, How
@@ -114,7 +115,9 @@ def center_variable(
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read where a period begins.
         inner_state: In a round, `"keep"` the state of `inner`, `"average"` it over the
-            workers, or `"reset"` it to that of a first step.
+            workers, or `"reset"` it to that of a first step. Or fields of it with the
+            rounds from one average to the next (DES-LOC, arXiv 2505.22549): of Adam
+            `{"mu": 3, "nu": 6}`.
         drop_nonfinite: A worker that would become NaN or infinite stands still until
             the next round, is left out of it, and takes the center and a fresh inner
             state.
@@ -162,7 +165,6 @@ def center_variable(
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    one_of("inner_state", inner_state, InnerState)
     one_of("center_memory", center_memory, CenterMemory)
     options = Options(
         inner,
@@ -171,7 +173,7 @@ def center_variable(
         period,
         exchanges.check_exchange(exchange, all_reduce()),
         floating("accumulator_dtype", accumulator_dtype),
-        inner_state,
+        check_inner_state(inner_state),
         drop_nonfinite,
         measure,
         shard_center,
@@ -235,6 +237,7 @@ class Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, options.dtype)
         inner = options.inner.init(params)
+        check_fields(options.inner_state, inner)
         if options.moved is None:
             checks.refuse_hidden_center(inner)
         if number_of_parts(options.fragments) != 1:

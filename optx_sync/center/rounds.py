@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optx_sync.center import worker as work
 from optx_sync.center.buffers import Buffer, OnItsWay, Outgoing, Pending, buffer_of
 from optx_sync.center.checks import Options
 from optx_sync.center.contract import Round
 from optx_sync.center.fragments import Partition
+from optx_sync.center.inner_state import after_round
 from optx_sync.center.landing import Landing
 from optx_sync.center.state import norm_of
 from optx_sync.center.turns import LANDS, MENDS, SETS_OUT, Now, either, in_turn
@@ -33,7 +33,6 @@ from optx_sync.trees import (
     Tree,
     is_finite,
     is_floating,
-    is_inexact,
     is_placeholder,
     row_of,
     where,
@@ -154,22 +153,27 @@ class Meeting(NamedTuple):
         worker = work.take(rule, now.worker, *landing.taken(now, before), at)
         return now._replace(worker=worker)
 
-    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
+    def settle(self, now: Now, step: Step, walked: Tree, center: Tree) -> Now:
         """The other effects of a round on a worker; a broken one starts again.
 
         Args:
             now: After the other phases, of all parts.
+            step: The current one.
             walked: The worker's parameters before them.
             center: What a broken worker takes.
         """
         worker, inner, moved = now.worker, self.options.inner, self.options.moved
         if moved is not None:
             worker = worker._replace(inner=moved(worker.inner, walked, worker.params))
-        if self.options.inner_state == "average":
-            mean = _average(worker.inner, self.options.axis_name, now.weight)
-            worker = worker._replace(inner=mean)
-        elif self.options.inner_state == "reset":
-            worker = worker._replace(inner=inner.init(worker.params))
+        inner_state = after_round(
+            self.options.inner_state,
+            inner,
+            worker,
+            step.rounds,
+            self.options.axis_name,
+            now.weight,
+        )
+        worker = worker._replace(inner=inner_state)
         now = now._replace(worker=worker)
         if not self.drop_nonfinite:
             return now
@@ -207,18 +211,6 @@ def _mean_of(
             "gets no extra arguments."
         )
     return reduce(localize(jnp.asarray(value), axis_name), axis_name, weight=weight)
-
-
-def _average(
-    state: optax.OptState, axis_name: AxisName, weight: jax.Array | None
-) -> optax.OptState:
-    """The mean of the floating leaves of the workers' inner states."""
-    leaves, treedef = jax.tree.flatten(state)
-    floating = [i for i, x in enumerate(leaves) if is_inexact(x.dtype)]
-    means = reduce([leaves[i] for i in floating], axis_name, weight=weight)
-    for i, mean in zip(floating, means, strict=True):
-        leaves[i] = mean
-    return treedef.unflatten(leaves)
 
 
 # (what is pending, what the exchange remembers)
@@ -265,7 +257,7 @@ class AtOnce(NamedTuple):
 
         walked = now.worker.params
         now = in_turn(step.parts, step.part(), meet, now, SETS_OUT | LANDS)
-        return self.meeting.settle(now, walked, now.center.value)
+        return self.meeting.settle(now, step, walked, now.center.value)
 
 
 class Later(NamedTuple):
@@ -304,7 +296,7 @@ class Later(NamedTuple):
 
         walked = now.worker.params
         now = in_turn(step.parts, step.part(), set_out, now, SETS_OUT)
-        return self.meeting.settle(now, walked, now.center.value)
+        return self.meeting.settle(now, step, walked, now.center.value)
 
 
 class InLine(NamedTuple):
@@ -372,7 +364,7 @@ class InLine(NamedTuple):
 
         walked, before = now.worker.params, now.pending
         now = in_turn(step.parts, step.part(), set_out, now, SETS_OUT)
-        now = self.meeting.settle(now, walked, now.center.value)
+        now = self.meeting.settle(now, step, walked, now.center.value)
         pending = localize(now.pending, self.meeting.options.axis_name)
         return now._replace(pending=vary_like(pending, before))
 

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optx_sync.checks import check_rate, integer, interval
 from optx_sync.shapes import Array, Int32
-from optx_sync.trees import where, zeros_like
+from optx_sync.trees import times, where, zeros_like
 
 
 class DelayedNesterovState(NamedTuple):
@@ -96,21 +95,15 @@ def delayed_nesterov(
         delayed = jax.tree.map(jnp.add, own.delayed, updates)
         complete = own.arrived + 1 >= number
         moved = jax.tree.map(
-            lambda m, d: jnp.where(complete, _times(momentum, m) + d, m),
+            lambda m, d: jnp.where(complete, times(momentum, m) + d, m),
             own.momentum,
             delayed,
         )
         delayed = where(complete, zeros_like(delayed), delayed)
         share = jnp.where(complete, 1 - c * number + c, c)
-        step = jax.tree.map(
-            lambda g, m: g + _times(share * momentum, m), updates, moved
-        )
+        step = jax.tree.map(lambda g, m: g + times(share * momentum, m), updates, moved)
         arrived = jnp.where(complete, 0, own.arrived + 1)
         step, of_rate = rate.update(step, of_rate, params)
         return step, (DelayedNesterovState(arrived, moved, delayed), of_rate)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _times(factor: ArrayLike, x: jax.Array) -> jax.Array:
-    return jnp.asarray(factor, x.dtype) * x

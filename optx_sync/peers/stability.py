@@ -6,33 +6,40 @@ it nowhere but in their numbers: so the outer optimizer is tried.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optx_sync.elementwise import eager
+from optx_sync.outer.gasloc import Gasloc
 from optx_sync.peers.graphs import Graph
 
 # For more workers than this the matrices of a cycle are not multiplied out.
 _CHECKED_WORKERS = 128
 
 
-def check_pairs(outer: optax.GradientTransformation | None) -> None:
+# What a worker's own center may be stepped by.
+Outer: TypeAlias = optax.GradientTransformation | Gasloc | None
+# A round without gradients, [2 n, 2 n], of n workers' centers and memories, from the
+# mixing matrix of the round.
+Round: TypeAlias = Callable[[np.ndarray], np.ndarray]
+
+
+def check_pairs(outer: Outer) -> None:
     """Refuse a momentum under which many workers drift apart in random pairs."""
     _require_stable(outer, _pairs_growth, "random pairs")
 
 
-def check_cycle(
-    outer: optax.GradientTransformation | None, graph: Graph, workers: int
-) -> None:
+def check_cycle(outer: Outer, graph: Graph, workers: int) -> None:
     """Refuse a momentum under which workers drift apart in the cycle of a graph."""
     if 1 < workers <= _CHECKED_WORKERS:
         _require_stable(
             outer,
-            lambda sgd: _cycle_growth(graph.matrices(workers), sgd),
+            lambda round_: _cycle_growth(graph.matrices(workers), round_),
             f"this graph of {workers} workers",
         )
 
@@ -48,6 +55,41 @@ class _Sgd(NamedTuple):
     def step(self, gradient: Any, trace: Any) -> Any:
         """What the rate is multiplied by."""
         return self.own * gradient + self.kept * trace
+
+    def round(self, matrix: np.ndarray) -> np.ndarray:
+        """A `Round` whose memories are the traces."""
+        one, nothing = np.eye(len(matrix)), np.zeros_like(matrix)
+        gradient = np.hstack([one - matrix, nothing])
+        trace = np.hstack([one - matrix, self.momentum * one])
+        center = np.hstack([one, nothing]) - self.rate * self.step(gradient, trace)
+        return np.vstack([center, trace])
+
+    def __str__(self) -> str:
+        kind = "Nesterov momentum" if self.own else "momentum"
+        return f"an outer rate of {self.rate:.3g} and {kind} {self.momentum:.3g}"
+
+
+class _Ahead(NamedTuple):
+    """The momentum of `gasloc`."""
+
+    momentum: float
+
+    def round(self, matrix: np.ndarray) -> np.ndarray:
+        """A `Round` whose memories are the last proposals."""
+        one = np.eye(len(matrix))
+        ahead = self.momentum * one
+        return np.block([[matrix + ahead, -ahead], [one, np.zeros_like(matrix)]])
+
+    def __str__(self) -> str:
+        return f"the momentum {self.momentum:.3g} of gasloc"
+
+
+def _linear(outer: Outer) -> _Sgd | _Ahead | None:
+    """How the outer optimizer acts on disagreement, if that is known and linear."""
+    if not isinstance(outer, Gasloc):
+        return _sgd_of(outer)
+    traced = isinstance(outer.momentum, jax.core.Tracer)
+    return None if traced else _Ahead(float(outer.momentum))
 
 
 def _sgd_of(outer: optax.GradientTransformation | None) -> _Sgd | None:
@@ -80,46 +122,34 @@ def _sgd_of(outer: optax.GradientTransformation | None) -> _Sgd | None:
     return None
 
 
-def _pairs_growth(sgd: _Sgd) -> float:
+def _pairs_growth(round_: Round) -> float:
     """The factor by which a round of random pairs multiplies the squared disagreement.
 
     For many workers, whose partners are independent of them. With z = (s, t), s the
-    center and t the trace of one coordinate, z <- A z + B (partner's z), and the second
-    moments of z are multiplied by A x A + B x B.
+    center and t the memory of one coordinate, z <- A z + B (partner's z), and the
+    second moments of z are multiplied by A x A + B x B. A round is linear in the mixing
+    matrix, of which a half is the worker's own.
     """
-    own, other = np.array([0.5, 0.0]), np.array([-0.5, 0.0])  # the gradient
-    trace = np.array([0.5, sgd.momentum])
-    step = sgd.step(own, trace)
-    a = np.stack([np.array([1.0, 0.0]) - sgd.rate * step, trace])
-    b = np.stack([-sgd.rate * sgd.step(other, other), other])
+    a, alone = (round_(np.array([[share]])) for share in (0.5, 0.0))
+    b = a - alone
     return float(max(abs(np.linalg.eigvals(np.kron(a, a) + np.kron(b, b)))))
 
 
-def _cycle_growth(matrices: np.ndarray, sgd: _Sgd) -> float:
+def _cycle_growth(matrices: np.ndarray, round_: Round) -> float:
     """The factor by which a cycle multiplies the disagreement, in the long run."""
     n = matrices.shape[1]
-    one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` subtracts the mean
-    whole, nothing = np.eye(2 * n), np.zeros((n, n))
+    alone = np.kron(np.eye(2), np.eye(n) - 1 / n)  # subtracts the mean
+    whole = np.eye(2 * n)
     for matrix in matrices:
-        gradient = (one - matrix) @ alone
-        trace = np.hstack([gradient, sgd.momentum * one])
-        step = sgd.step(np.hstack([gradient, nothing]), trace)
-        center = np.hstack([alone, nothing]) - sgd.rate * step
-        whole = np.vstack([center, trace]) @ whole
+        whole = round_(matrix) @ alone @ whole
     return float(max(abs(np.linalg.eigvals(whole))))
 
 
-def _require_stable(
-    outer: optax.GradientTransformation | None,
-    growth: Callable[[_Sgd], float],
-    what: str,
-) -> None:
-    sgd = _sgd_of(outer)
-    if sgd is not None and growth(sgd) > 1 + 1e-3:
-        kind = "Nesterov momentum" if sgd.own else "momentum"
+def _require_stable(outer: Outer, growth: Callable[[Round], float], what: str) -> None:
+    linear = _linear(outer)
+    if linear is not None and growth(linear.round) > 1 + 1e-3:
         raise ValueError(
-            f"With {what}, an outer rate of {sgd.rate:.3g} and {kind} "
-            f"{sgd.momentum:.3g} the workers drift apart even without gradients: their "
-            "disagreement grows. Pass a lower momentum, outer=optax.sgd(0.7, "
+            f"With {what}, {linear} the workers drift apart even without gradients: "
+            "their disagreement grows. Pass a lower momentum, outer=optax.sgd(0.7, "
             "momentum=0.5) for example."
         )

@@ -16,13 +16,32 @@ SGD = optax.sgd(0.05, momentum=0.9)
 
 
 def test_it_sends_nothing():
-    """That it is one worker of the rule is in `test_four_drivers.py`."""
+    """That it is one worker of every rule is in `test_four_drivers.py`."""
     tx, params = snoo(SGD), jnp.ones(3)
 
     def step(params, state):
         return oxs.apply_gradients(tx, params, state, params)
 
     assert oxs.audit.collectives(step, params, tx.init(params)) == []
+
+
+def test_it_is_diloco_of_one_worker_to_the_bit():
+    outer, period = optax.sgd(0.75, 0.5, nesterov=True), {"communication_period": 3}
+    found, workers = {}, oxs.Workers(1, "workers")
+    for axis in (None, "workers"):
+        tx = oxs.diloco(optax.sgd(0.5, momentum=0.5), axis, outer=outer, **period)
+
+        def step(params, state, tx=tx):
+            return oxs.apply_gradients(tx, params - 2.0, state, params)
+
+        params = jnp.arange(3.0)
+        held, run = (params, tx.init(params)), jax.jit(step)
+        if axis is not None:
+            held, run = workers.start(held), workers.step(step, state=2)
+        for _ in range(7):
+            held = run(*held)
+        found[axis] = np.asarray(held[0]).reshape(3)
+    np.testing.assert_array_equal(found[None], found["workers"])
 
 
 def of_replicas(inner, **options):
@@ -96,6 +115,8 @@ oxs.cross_shard(SGD, None)
 oxs.gossip(SGD, None)  # TypeError: axis_name must be the name of a mapped
 of_replicas(snoo(SGD), shard_state=True).init(jnp.ones(2))
     # ValueError: Put the center rule around
+oxs.diloco(SGD, None, exchange=oxs.exchange.quantized(bits=4))
+    # ValueError: Leave exchange= out
 step_of(oxs.elastic_average(SGD, None, num_workers=4, moving_rate=0.1, rho=0.0))
     # ValueError: num_workers=4, but axis_name=None stands
 """)

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.core
@@ -14,7 +14,7 @@ from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
 from optx_sync.checks import integer, shows_call
 from optx_sync.comm.collectives import AxisName
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, times
 
 _CALL = "oxs.elastic_average(optax.adamw(1e-3), 'workers', learning_rate=1e-3)"
 
@@ -75,16 +75,16 @@ def elastic_rule(
     def penalty(own: Own, at: Round) -> jax.Array:
         apart = own.params - own.taken
         if rho is not None:
-            return _times(rho, apart)
+            return times(rho, apart)
         moving = rate(at)
         if isinstance(moving, int | float) and isinstance(learning_rate, int | float):
-            return _times(moving / learning_rate, apart)
-        return _times(moving, apart) / jnp.asarray(learning_rate, apart.dtype)
+            return times(moving / learning_rate, apart)
+        return times(moving, apart) / jnp.asarray(learning_rate, apart.dtype)
 
     without_penalty = isinstance(rho, int | float) and rho == 0
     return CenterRule(
-        contribute=lambda own, center, at: _times(rate(at), own.params - center),
-        take=lambda x, before, after, at: x - _times(rate(at), x - before),
+        contribute=lambda own, center, at: times(rate(at), own.params - center),
+        take=lambda x, before, after, at: x - times(rate(at), x - before),
         penalty=None if without_penalty else penalty,
         check=check,
         check_lockstep=check_lockstep,
@@ -196,8 +196,3 @@ def _check(name: str, value: Tree, holds: Callable[[float], bool], rule: str) ->
         raise TypeError(f"{name} must be a number or None; got {value!r}.")
     if not holds(float(value)):
         raise ValueError(f"{name} must be {rule}; got {value}.")
-
-
-def _times(rate: Any, x: jax.Array) -> jax.Array:
-    # A rate that is an array (inject_hyperparams) may have another dtype than x.
-    return jnp.asarray(rate, x.dtype) * x

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HeLoCo: an outer optimizer that turns stale pseudo-gradients to its momentum."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optx_sync.checks import check_rate, interval
+from optx_sync.trees import times, zeros_like
+
+
+class HeLoCoState(NamedTuple):
+    """State of `heloco`."""
+
+    momentum: optax.Updates  # like the center
+
+
+class _Constants(NamedTuple):
+    """How a pseudo-gradient is corrected, in the names of the paper."""
+
+    ok: ArrayLike
+    shrink: ArrayLike
+    most: ArrayLike
+    turn: ArrayLike
+    kappa: ArrayLike
+
+
+def heloco(
+    learning_rate: float | jax.Array | optax.Schedule,
+    momentum: float | jax.Array = 0.9,
+    *,
+    ok: float | jax.Array = 0.5,
+    shrink: float | jax.Array = 1.0,
+    most: float | jax.Array = 1.0,
+    turn: float | jax.Array = 0.1,
+    kappa: float | jax.Array = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""HeLoCo, an outer optimizer for asynchronous DiLoCo: it corrects stale gradients.
+
+    A pseudo-gradient that was computed from an old center may point against the way
+    that the center now takes. For each array, with d its pseudo-gradient, m the
+    momentum, c the cosine of the angle between them and
+    :math:`f = |d| / (|d| + \kappa |m|)`, the confidence in d:
+
+    .. math::
+
+        d' &= d \quad\text{for } c \ge c_{ok} \\
+        d' &= d - \min(-k_s c f, b)\, c\, |d|\, \frac{m}{|m|} \quad\text{for } c < 0 \\
+        d' &= |d| \, \text{unit}\Big((1 - l) \frac{d}{|d|} + l \frac{m}{|m|}\Big),
+            \quad l = \min(k_d (1 - c) f, 1) \quad\text{else} \\
+        m &\leftarrow \mu m + (1 - \mu) d', \qquad
+        x \leftarrow x - r (d' + \mu m)
+
+    What agrees is kept, what conflicts loses a part of what points against m, and what
+    lies between is turned towards m and keeps its length. While m is zero d is kept.
+    Use it as `oxs.rules.diloco(outer=oxs.outer.heloco(0.7))` in
+    `oxs.simulate.asynchronous` and `oxs.runtime.run`; the factor by which the paper
+    weighs a late worker is their `weigh=`.
+
+    **The constants are not the paper's**, which are not published. With these defaults
+    neither bound (b, and 1 for l) is ever reached: f is below 1, and a correction is
+    never larger than the conflict. A turned d keeps its length, so what is noise in it
+    is laid along the momentum, too: hence the small k_d. On a noisy quadratic with
+    optima of each worker's own (8 of different speed) a correction only costs: an error
+    of 0.31 without, 0.51 with `turn=0`, 0.56 with the defaults, 2.3 with `turn=1`.
+    Compare with `shrink=0, turn=0`.
+
+    Args:
+        learning_rate: r; a schedule counts arrivals.
+        momentum: mu, in [0, 1).
+        ok: c_ok, in [0, 1], the cosine from which d is kept: 0.5 is an angle of 60
+            degrees. With 0 nothing is turned.
+        shrink: k_s, 0 or more. With `shrink=0` and `turn=0` nothing is corrected.
+        most: b, in [0, 1]. With 1 all that points against m may go, and no more.
+        turn: k_d, 0 or more.
+        kappa: 0 or more; the larger it is, the less is corrected of a d that is small
+            beside m.
+
+    Returns:
+        The transformation. It needs whole arrays: `shard_center=True` refuses it.
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: An argument out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.outer.heloco(1.0, momentum=0.5)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for d in ([4.0, 0.0], [-2.0, 3.0]):
+        ...     updates, state = tx.update(jnp.array(d), state)
+        ...     print(updates.round(2))
+        [-5. -0.]
+        [ 1.11 -3.75]
+
+    References:
+        Al Asif et al., "HeLoCo: Efficient asynchronous low-communication training under
+        data and device heterogeneity", 2026, arXiv 2606.00271.
+    """
+    interval("[0, 1)", "Pass for example 0.9.", momentum=momentum)
+    interval("[0, 1]", ok=ok, most=most)
+    interval("[0, inf)", shrink=shrink, turn=turn, kappa=kappa)
+    check_rate(learning_rate)
+    constants = _Constants(ok, shrink, most, turn, kappa)
+    rate = optax.scale_by_learning_rate(learning_rate)
+
+    def init(params):
+        return HeLoCoState(zeros_like(params)), rate.init(params)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        own, of_rate = state
+        kept = jax.tree.map(
+            lambda d, m: _corrected(d, m, constants), updates, own.momentum
+        )
+        moved = jax.tree.map(
+            lambda d, m: times(momentum, m) + times(1 - momentum, d),
+            kept,
+            own.momentum,
+        )
+        step = jax.tree.map(lambda d, m: d + times(momentum, m), kept, moved)
+        step, of_rate = rate.update(step, of_rate, params)
+        return step, (HeLoCoState(moved), of_rate)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _corrected(d: jax.Array, m: jax.Array, constants: _Constants) -> jax.Array:
+    """A pseudo-gradient, corrected by the momentum."""
+    ok, shrink, most, turn, kappa = (jnp.asarray(x, d.dtype) for x in constants)
+    size, of_m = _norm(d), _norm(m)
+    u, v = _over(d, size), _over(m, of_m)
+    c = jnp.sum(u * v)
+    sure = _over(size, size + kappa * of_m)
+    one = jnp.ones_like(c)
+    against = d - jnp.minimum(-shrink * c * sure, most) * c * size * v
+    part = jnp.minimum(turn * (one - c) * sure, one)
+    between = (one - part) * u + part * v
+    between = size * _over(between, _norm(between))
+    corrected = jnp.where(c < 0, against, between)
+    return jnp.where((c >= ok) | (of_m == 0), d, corrected)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x)))
+
+
+def _over(x: jax.Array, size: jax.Array) -> jax.Array:
+    """X / size, and 0 where the size is 0."""
+    some = size > 0
+    return jnp.where(some, x / jnp.where(some, size, jnp.ones_like(size)), 0)
