@@ -26,10 +26,12 @@ def test_it_sends_nothing():
 
 
 def test_it_is_diloco_of_one_worker_to_the_bit():
-    outer, period = optax.sgd(0.75, 0.5, nesterov=True), {"communication_period": 3}
+    outer = optax.sgd(0.75, 0.5, nesterov=True)
     found, workers = {}, oxs.Workers(1, "workers")
     for axis in (None, "workers"):
-        tx = oxs.diloco(optax.sgd(0.5, momentum=0.5), axis, outer=outer, **period)
+        tx = oxs.diloco(
+            optax.sgd(0.5, momentum=0.5), axis, outer=outer, communication_period=3
+        )
 
         def step(params, state, tx=tx):
             return oxs.apply_gradients(tx, params - 2.0, state, params)
