@@ -64,8 +64,8 @@ def quantized(
     To `lost_i`, at the piece that replica i owns, comes what the second coding loses,
     times the sum of the weights.
 
-    `code="lloyd"`: q is the nearest to x / rms(x) of the 2^b levels L that err least for
-    normally distributed numbers, and s fits them:
+    `code="lloyd"`: L_q is the nearest to x / rms(x) of the 2^b levels that err least
+    for normally distributed numbers, and s fits them:
 
     .. math::
 
@@ -140,8 +140,8 @@ def quantized(
     """
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
-    code = code or ("linear" if bits in (4, 8) else "lloyd")
-    coder = _Coder(bits, block, bucket_bytes, code, rounding, check_seed(seed))
+    kind = code or ("linear" if bits in (4, 8) else "lloyd")
+    coder = _Coder(bits, block, bucket_bytes, kind, rounding, check_seed(seed))
     refuse(coder, _REFUSED)
 
     def meet_buffers(whole, weight, axis_name, state):
@@ -201,7 +201,9 @@ def quantized(
         return treedef.unflatten(found)
 
     init = no_memory if rounding == "nearest" else count_rounds
-    exchange = joined("quantized", meet_buffers, Code(encode, decode), bucket_bytes, init)
+    exchange = joined(
+        "quantized", meet_buffers, Code(encode, decode), bucket_bytes, init
+    )
     return exchange._replace(halves=Halves(up, down))
 
 
@@ -306,7 +308,7 @@ class _Coder(NamedTuple):
 
     @property
     def _full(self) -> float:
-        """The bytes of a bucket whose codes of 4 bits are as large as one's of these."""
+        """The bytes of a bucket that in 4 bits is as large as a full one in these."""
         return self.bucket_bytes * min(1, self.bits / 4)
 
 
