@@ -85,7 +85,7 @@ def _top(bits: int) -> int:
 # The levels above 0 of 2, 4, 8 and 16 levels that have the least mean squared error for
 # numbers of a normal distribution with variance 1; each is the mean of the numbers that
 # are nearest to it (Lloyd 1957, published 1982; Max 1960).
-_LEVELS = {
+LEVELS = {
     1: (0.797884561,),
     2: (0.452780035, 1.510417608),
     3: (0.245094179, 0.756005281, 1.343909279, 2.151945705),
@@ -98,7 +98,7 @@ _LEVELS = {
 
 def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     """The nearest levels of x over its root mean square, times the scale that fits."""
-    levels, half = _LEVELS[bits], 2 ** (bits - 1)
+    levels, half = LEVELS[bits], 2 ** (bits - 1)
     squares, number = _sums(x * x, there.astype(x.dtype))
     size = jnp.abs(x) / or_one(jnp.sqrt(squares / or_one(number)))
     place, level = jnp.zeros(x.shape, jnp.uint8), jnp.full(x.shape, levels[0], x.dtype)
@@ -118,7 +118,7 @@ def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
 
 
 def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
-    above = _LEVELS[bits]
+    above = LEVELS[bits]
     levels = [-level for level in reversed(above)] + list(above)
     return _looked_up(codes, [np.asarray(x, beside.dtype) for x in levels]) * beside
 

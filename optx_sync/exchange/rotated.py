@@ -45,9 +45,9 @@ def rotated(
     what is smooth becomes a few large numbers, for `top_k`, as in DeMo.
 
     Both are linear and keep norms, so the law of exchanges holds. H takes log2(B)
-    additions a number, in as many loops on CPUs, the DCT B products. Padding is rotated too: up to
-    B - 1 numbers more travel with each bucket (arrays smaller than a block have a
-    block of their own, the next power of two). A NaN spreads over its block.
+    additions a number, each a pass over the data on CPUs, the DCT B products. Padding
+    is rotated too: up to B - 1 numbers more travel with each bucket (of one smaller
+    than a block the block is the next power of two). A NaN spreads over its block.
 
     The signs are drawn from `seed` once, not in each round: so the basis is the same
     for feedback, for both halves of a meeting and for a worker that comes alone, and
@@ -209,8 +209,8 @@ def _turned(turn: _Turn, inside: Callable[..., Met], whole: bool = True):
 def _hadamard(x: Float[Array, "*rows block"]) -> Float[Array, "*rows block"]:
     """The Walsh-Hadamard transform of the last axis, with norms kept.
 
-    By additions in a fixed order, so that all replicas, a server and its workers get the
-    same bits. A product of matrices, several times faster on CPUs, does not promise it.
+    By additions in a fixed order, so that all replicas, a server and its workers get
+    the same bits. A product of matrices, faster on CPUs, does not promise that.
     """
     y = x
     for _ in range(int(math.log2(x.shape[-1]))):
