@@ -36,6 +36,8 @@ EXCHANGES: dict[str, oxs.exchange.Exchange] = {
     code: eval(code, vars(oxs.exchange))
     for code in (
         "all_reduce() all_reduce('bfloat16') quantized() quantized(4,7) top_k(2,50) "
+        "rotated(quantized(1,8),'hadamard',8) rotated(top_k(3,5),'dct',4) "
+        "quantized(2,7,code='statistical') quantized(rounding='stochastic') "
         "top_k(3,5,2) power_sgd() power_sgd(2,1) error_feedback(all_reduce()) "
         "error_feedback(quantized(4),0.5) error_feedback(top_k(1,4)) "
         "error_feedback(power_sgd()) median() trimmed_mean(1) sign_majority() "
@@ -44,7 +46,14 @@ EXCHANGES: dict[str, oxs.exchange.Exchange] = {
         "radial(error_feedback(quantized(4))) penalized(quantized())"
     ).split()
 }
-CODED = ("quantized", "top_k", "power", "sign", "krum")  # Rounding can flip a choice.
+CODED = (
+    "quantized",
+    "rotated",
+    "top_k",
+    "power",
+    "sign",
+    "krum",
+)  # Rounding can flip a choice.
 NAMED: dict[str, Any] = {
     **EXCHANGES,
     "schedule": lambda step: 1 + step // 2,

@@ -25,6 +25,7 @@ CODES = {
     "all_reduce": (exchange.all_reduce(), 1e-6),
     "4 bits, fed back": (fed(exchange.quantized(bits=4)), 0.35),
     "8 bits": (exchange.quantized(), 0.02),
+    "2 bits, rotated": (fed(exchange.rotated(exchange.quantized(2))), 0.6),
     "top_k": (fed(exchange.top_k(8, 16)), None),
     "top_k in 2 bits": (exchange.top_k(8, 16, bits=2), None),
     "power_sgd": (fed(exchange.power_sgd(4)), None),

@@ -16,6 +16,7 @@ from tests.refusals import all_refused
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
 power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
+rotated = oxs.exchange.rotated
 REPLICAS = 4
 TREE = {
     "matrix": np.ones((REPLICAS, 300, 66), np.float32),
@@ -48,10 +49,19 @@ RING = {
 }
 
 
-@pytest.mark.parametrize("bits, most", [(8, 0.27), (4, 0.14)])
-@pytest.mark.parametrize("context", ["shard_map", "pmap", "sharded_workers"])
+WAYS = ("shard_map", "pmap", "sharded_workers")
+
+
+@pytest.mark.parametrize(
+    "context, bits, most",
+    [
+        *((way, bits, most) for way in WAYS for bits, most in ((8, 0.27), (4, 0.14))),
+        *(("shard_map", 3, 0.0977), ("shard_map", 2, 0.0665), ("shard_map", 1, 0.0353)),
+    ],
+)
 def test_bytes_of_codes(context, bits, most):
-    found = between_replicas(context, quantized(bits))
+    exchange = quantized(bits)
+    found = between_replicas(context, exchange if bits > 2 else rotated(exchange))
     assert set(found) == {"all-to-all", "all-gather"}
     sent = sum(RING[kind] * size for kind, size in found.items())
     assert sent <= most * RING["all-reduce"] * 4 * NUMBERS
@@ -180,6 +190,7 @@ def test_two_bits_are_the_means_of_four_bins():
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
     good = np.random.default_rng(0).normal(size=(2, 4, 40, 40)).astype(np.float32)
     exchanges = quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()
+    exchanges += rotated(quantized(1)), quantized(3, 64, code="statistical")
 
     def meet(bad, good):
         found = []
@@ -292,7 +303,20 @@ def step_of_rows(wrapper, exchange):
 
 
 test_refused = all_refused(globals())(r"""
-quantized(bits=2)  # ValueError: 8 or 4; got 2
+quantized(bits=5)  # ValueError: 1, 2, 3, 4 or 8; got 5
+quantized(bits=1, code="linear")  # ValueError: code='linear' and bits=1
+quantized(code="lloyd")  # ValueError: code='lloyd' and bits=8
+quantized(4, code="log")  # ValueError: code='log'
+quantized(rounding="up")  # ValueError: rounding must be
+quantized(2, rounding="stochastic")  # ValueError: Write code='linear'
+quantized(seed=0.5)  # TypeError: seed must be an integer
+rotated(quantized(), "fourier")  # ValueError: 'hadamard' or 'dct'
+rotated(quantized(), block=48)  # ValueError: power of two .* got 48
+rotated(quantized(), seed="a")  # TypeError: seed
+rotated(oxs.exchange.median())  # ValueError: median
+rotated(power_sgd())
+rotated(error_feedback(quantized()))  # ValueError: Put error_feedback around
+rotated(oxs.exchange.Exchange(lambda tree: (), met))  # ValueError: does not declare
 quantized(block=0)  # ValueError: block must be 1 or more
 quantized(block=2.0)  # TypeError: an integer
 quantized(bucket_bytes=0)

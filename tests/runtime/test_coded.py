@@ -42,6 +42,23 @@ CODES = {
         exchange.quantized(bits=4),
         (9 * 120 + 9 * 4) + (2 * 76 + 2 * 4) + (4 + 4) * 2,
     ),
+    # A scalar is a block of 8, five numbers are one of 8, 300 numbers three blocks.
+    "1 bit": (
+        exchange.quantized(bits=1),
+        (9 * 30 + 9 * 4) + (2 * 19 + 2 * 4) + (1 + 4) * 2,
+    ),
+    "4 bins": (
+        exchange.quantized(bits=2, code="statistical"),
+        (9 * 60 + 9 * 16) + (2 * 38 + 2 * 16) + (2 + 16) * 2,
+    ),
+    "rotated": (
+        exchange.rotated(exchange.quantized(bits=2)),
+        (9 * 64 + 9 * 4) + (2 * 64 + 2 * 4) + (2 + 4) * 2,
+    ),
+    "drawn": (
+        exchange.quantized(bits=4, rounding="stochastic"),
+        (9 * 120 + 9 * 4) + (2 * 76 + 2 * 4) + (4 + 4) * 2,
+    ),
     "top-k": (
         exchange.top_k(8, 512),
         (2 + 4) * 8 * 5 + (2 + 4) * 8 + (1 + 4) * 1 + (1 + 4) * 5,
@@ -185,7 +202,7 @@ def lacking(worker: Any, server):
     return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(far))
 
 
-@pytest.mark.parametrize("name", ["8 bit", "top-k", "2 bit"])
+@pytest.mark.parametrize("name", ["8 bit", "top-k", "2 bit", "rotated"])
 def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
     """Two workers, one of them twice as fast, in parts that travel for a step."""
     pulls, inner = CODES[name][0], optax.sgd(0.05)
@@ -284,7 +301,8 @@ pushing(ELASTIC, CODE)  # ValueError: reads the center
 pushing(LOCAL, exchange.median())  # ValueError: one by one
 pushing(REPLICAS, CODE)  # ValueError: SyncReplicas may drop
 pulling(LOCAL, FED)  # ValueError: without error_feedback
-pulling(LOCAL, POWER)  # ValueError: and no memory
+pulling(LOCAL, POWER)
+pulling(LOCAL, CODES["drawn"][0])  # ValueError: and no memory
 pulling(LOCAL, exchange.median())  # ValueError: such as
 pulling(BOTH, CODE)  # ValueError: before and after
 pulling(REPLICAS, CODE)  # ValueError: Leave pull_exchange out

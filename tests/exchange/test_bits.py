@@ -1,0 +1,178 @@
+"""Codes of few bits, rotations and stochastic rounding: what they lose, and draw."""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optx_sync as oxs
+from optx_sync.comm.buffers import pack, unpack
+from optx_sync.exchange.codes import LEVELS
+from optx_sync.exchange.pieces import Rounds
+
+quantized, rotated = oxs.exchange.quantized, oxs.exchange.rotated
+AXIS = "pods"
+
+
+def lost(exchanges: dict[Any, Any], x):
+    """The share of the square that one coding of each loses, by name."""
+
+    @jax.jit
+    def shares(x):
+        left = {name: one.code.encode(x, ())[1] for name, one in exchanges.items()}
+        return jax.tree.map(lambda y: jnp.sum(y**2) / jnp.sum(x**2), left)
+
+    return shares(x)
+
+
+@pytest.mark.parametrize("draw", ["normal", "laplace", "uniform"])
+def test_rotated_numbers_lose_what_normal_ones_do(draw):
+    """Whatever they are: the distortion of Max's tables, 1960."""
+    x = getattr(np.random.default_rng(0), draw)(size=2**18).astype(np.float32)
+    x -= x.mean()
+    table = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095}
+    for block in (256, 1024):
+        codes = {bits: quantized(bits, block, code="lloyd") for bits in table}
+        made = {n: rotated(one, block=block) for n, one in codes.items()}
+        found = lost(made, x)
+        for bits, share in table.items():
+            # A scale that fits so few numbers takes away a little more of the error.
+            least = {256: 0.97, 1024: 0.98}[block]
+            assert least < found[bits] / share < 1.02
+    if draw == "laplace":
+        assert all(lost(codes, x)[bits] > 1.3 * share for bits, share in table.items())
+
+
+def test_one_number_of_a_block_arrives_rotated_and_never_breaks_feedback():
+    x = jnp.zeros(512).at[jnp.array([3, 300])].set(jnp.array([5.0, -2.0]))
+    codes = {bits: quantized(bits) for bits in (1, 2, 3)}
+    for share in lost({n: rotated(one) for n, one in codes.items()}, x).values():
+        assert share < 1e-10
+    # Without rotation little arrives; but less is lost than zeros would lose.
+    for share in lost(codes, x).values():
+        assert 0.5 < share < 1
+
+
+def test_levels_are_the_means_of_the_normal_numbers_nearest_to_them():
+    for bits, levels in LEVELS.items():
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
+        edges, distortion = [0.0, *middles, 40.0], 1.0
+        for level, low, high in zip(levels, edges, edges[1:], strict=False):
+            mass = math.erf(high / 2**0.5) - math.erf(low / 2**0.5)
+            moment = math.exp(-low * low / 2) - math.exp(-high * high / 2)
+            assert abs(moment * (2 / math.pi) ** 0.5 / mass - level) < 2e-8
+            distortion -= mass * level * level
+        assert (
+            abs(distortion - {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.0095}[bits])
+            < 5e-6
+        )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_statistical_codes_are_muloco_s(bits):
+    # Five blocks, the last one with ten numbers of padding, which are in no bin.
+    x = np.random.default_rng(0).normal(0.5, 2, size=1390).astype(np.float32)
+    x[280:560] = 7.0
+    bins, expected = 2**bits, np.zeros_like(x)
+    for start in range(0, 1390, 280):
+        row, out = x[start:][:280], expected[start:][:280]
+        width = 6 * row.std() / bins or 1.0
+        place = np.clip(np.round((row - row.mean()) / width + bins / 2), 0, bins - 1)
+        for number in np.unique(place):
+            out[place == number] = row[place == number].mean()
+    code: Any = quantized(bits, 300, code="statistical").code
+    message, left, _ = code.encode(jnp.asarray(x), ())
+    np.testing.assert_allclose(x - left, expected, atol=1e-5)
+    assert message.size == 5 * (280 * bits // 8 + 4 * bins)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_what_is_packed_is_unpacked(bits):
+    for count in (0, 1, 7, 8, 9, 64):
+        codes = (
+            np.random.default_rng(0).integers(0, 2**bits, (3, count)).astype(np.uint8)
+        )
+        packed = pack(codes, bits)
+        assert packed.shape[-1] <= -(-count * bits // 8) + (bits == 3)
+        np.testing.assert_array_equal(unpack(packed, bits, count), codes)
+
+
+DRAWN = quantized(4, 8, rounding="stochastic", code="linear")
+REPLICAS, NUMBERS, ROUNDS = 4, 64, 2000
+
+
+def meetings(exchange, x, state, rounds):
+    """The means and losses of many rounds with the same numbers, the last states."""
+
+    def of_one(x, state):
+        def meet(state, _):
+            met = exchange.meet(x, state, AXIS)
+            return met.state, (met.mean, met.lost)
+
+        return jax.lax.scan(meet, oxs.localize(state, AXIS), length=rounds)
+
+    state, found = jax.jit(jax.vmap(of_one, axis_name=AXIS))(x, state)
+    return *map(np.asarray, found), state
+
+
+@functools.cache
+def drawn():
+    # All replicas send the same, so that only what they draw differs.
+    x = jnp.tile(
+        jnp.asarray(np.random.default_rng(0).normal(size=NUMBERS), jnp.float32),
+        (REPLICAS, 1),
+    )
+    start = Rounds(jnp.zeros(REPLICAS, jnp.int32))
+    return x, start, *meetings(DRAWN, x, start, ROUNDS)
+
+
+def test_stochastic_rounding_is_unbiased_and_independent():
+    x, _, means, left, _ = drawn()
+    scale = np.abs(x[0]).max() / 7
+    # The standard error of a mean over the rounds is at most scale / 2 per coding.
+    error = np.abs(means[0].mean(0) - x[0]).max()
+    assert 0 < error < 5 * scale / np.sqrt(ROUNDS)
+    nearest = quantized(4, 8)
+    plain, *_ = meetings(nearest, x, (), 1)
+    assert np.abs(plain[0, 0] - x[0]).max() > 5 * error
+    # What replicas lose is uncorrelated, and so is what one loses in two rounds.
+    own = left - left.mean(1, keepdims=True)
+    between = (own[0] * own[1]).mean() / (own[0] ** 2).mean()
+    later = (own[0, 1:] * own[0, :-1]).mean() / (own[0] ** 2).mean()
+    assert abs(between) < 0.02 and abs(later) < 0.02
+
+
+def test_stochastic_rounding_goes_on_after_a_resume():
+    x, start, means, _, end = drawn()
+    assert end.rounds.tolist() == [ROUNDS] * REPLICAS
+    first, _, middle = meetings(DRAWN, x, start, 3)
+    then, _, _ = meetings(DRAWN, x, middle, 2)
+    np.testing.assert_array_equal(np.concatenate([first, then], 1), means[:, :5])
+    other = quantized(4, 8, rounding="stochastic", code="linear", seed=1)
+    assert (meetings(other, x, start, 1)[0] != first[:, :1]).any()
+
+
+def test_signs_are_those_of_the_seed():
+    x = jnp.asarray(np.random.default_rng(0).laplace(size=1024), jnp.float32)
+    code: Any = rotated(quantized(2)).code
+    other: Any = rotated(quantized(2), seed=1).code
+    messages = [one.encode(x, ())[0].tolist() for one in (code, code, other)]
+    assert messages[0] == messages[1] != messages[2]
+
+
+def test_waves_are_scipys():
+    import scipy.fft
+
+    rows = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    code: Any = rotated(oxs.exchange.top_k(64, 64), "dct").code
+    message, *_ = code.encode(jnp.asarray(rows.ravel()), ())
+    octets = np.asarray(message).reshape(3, -1)
+    values = octets[:, 64:].copy().view(np.float32)
+    found = np.zeros_like(values)
+    np.put_along_axis(found, octets[:, :64].astype(int), values, 1)
+    np.testing.assert_allclose(found, scipy.fft.dct(rows, norm="ortho"), atol=1e-5)
