@@ -304,7 +304,8 @@ def test_outliers_leave_no_trace_and_are_counted():
             return (params + updates, state), updates
 
         first = oxs.localize((params, tx.init(params)), AXIS)
-        (_, state), moved = jax.lax.scan(step, first, (x, weights))
+        (_, last), moved = jax.lax.scan(step, first, (x, weights))
+        state: Any = last
         return moved, state.exchange, oxs.metrics(state).outliers
 
     mapped_run = jax.vmap(run, in_axes=1, out_axes=0, axis_name=AXIS)
