@@ -143,7 +143,7 @@ def penalized(
     refuse(options, _REFUSED)
 
     def init(tree):
-        start = History(jnp.zeros((), jnp.int32), *[jnp.zeros(())] * 3)
+        start = History(jnp.zeros((), jnp.int32), *[jnp.zeros((), jnp.float32)] * 3)
         histories = dict.fromkeys(_members(tree, groups), start)
         return PenalizedState(histories, jnp.zeros((), bool), exchange.init(tree))
 
@@ -241,10 +241,11 @@ def _judge(
 ) -> tuple[Bool[Array, ""], History]:
     """(whether a norm is an outlier, the history with it)."""
     rounds, mean, variance, spread = history
-    rate, sigma = options.rate, jnp.sqrt(variance)
+    rate, limit = (jnp.asarray(x, norm.dtype) for x in (options.rate, options.limit))
+    sigma = jnp.sqrt(variance)
     z = jnp.where(rounds < options.warmup, 0, (norm - mean) / or_one(sigma))
     z = jnp.where(sigma > 0, z, 0)
-    most = options.limit * jnp.maximum(1, jnp.sqrt(spread))
+    most = limit * jnp.maximum(1, jnp.sqrt(spread))
     out = ~jnp.isfinite(norm) | (z > most)
     seen = jnp.where(z > most, mean + most * sigma, norm)
     apart = jnp.where(rounds == 0, 0, seen - mean)
@@ -264,7 +265,7 @@ def _shares(
     fine = jnp.isfinite(sizes) & (weights != 0)[:, None]
     least = jnp.min(jnp.where(fine, sizes, jnp.inf), axis=0, keepdims=True)
     # Relative to the shortest, whose exponential is 1.
-    apart = jnp.where(fine, sizes - least, 0) / temperature
+    apart = jnp.where(fine, sizes - least, 0) / jnp.asarray(temperature, sizes.dtype)
     shares = jnp.where(fine, weights[:, None] * jnp.exp(-apart), 0)
     shares /= weight_divisor(jnp.sum(shares, axis=0, keepdims=True))
     some = jnp.any(fine, axis=1) if sizes.shape[1] else weights != 0

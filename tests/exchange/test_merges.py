@@ -173,7 +173,7 @@ def test_laws_of_merges():
     found = merged(apart, ones)["radial"]["layer"]
     np.testing.assert_allclose(np.linalg.norm(found), 5, rtol=1e-6)
     # Directions that cancel have none: the length falls, and is not that of rounding.
-    apart["layer"] = trees["layer"][:1] * np.float32([[3], [-0.7]] * (N // 2))
+    apart["layer"] = trees["layer"][:1] * np.array([[3], [-0.7]] * (N // 2), np.float32)
     assert np.abs(merged(apart, ones)["radial"]["layer"]).max() < 1e-3
     apart["layer"][3, 3] = np.nan
     found = merged(apart, ones)
@@ -229,6 +229,22 @@ def test_merges_are_the_same_under_types_and_in_shards_by_hand():
             in_specs=specs[0],
             out_specs=specs[1],
         )(trees, weights)
+
+
+def test_merges_of_float64_arrays_are_float64():
+    trees = {"layer": np.random.default_rng(0).normal(size=(4, 9))}
+    weights = np.array([1.0, 2.0, 0.0, 5.0])
+    there, expected = weights > 0, {}
+    for name in ("radial", "elected", "by leaf"):
+        of_those = {k: x[there] for k, x in trees.items()}
+        expected[name] = MERGES[name][1](of_those, weights[there])
+    with jax.enable_x64(True):
+        chosen = meeting({name: EXCHANGES[name] for name in expected})
+        found = jax.jit(jax.vmap(chosen, axis_name=AXIS))(trees, weights)
+        for name, merge in found.items():
+            assert merge["layer"].dtype == jnp.float64
+            one = jax.tree.map(lambda x: x[0], merge)
+            close(one, expected[name], 1e-6 if name == "by leaf" else 1e-13, name)
 
 
 def test_a_radial_merge_is_one_all_reduce_with_a_float_for_each_leaf():
@@ -288,7 +304,8 @@ def test_outliers_leave_no_trace_and_are_counted():
             return (params + updates, state), updates
 
         first = oxs.localize((params, tx.init(params)), AXIS)
-        (_, state), moved = jax.lax.scan(step, first, (x, weights))
+        (_, last), moved = jax.lax.scan(step, first, (x, weights))
+        state: Any = last
         return moved, state.exchange, oxs.metrics(state).outliers
 
     mapped_run = jax.vmap(run, in_axes=1, out_axes=0, axis_name=AXIS)
@@ -333,9 +350,9 @@ def test_what_a_worker_remembers_is_its_own():
     assert [sorted(part.histories) for part in parts] == [["a"], ["b"]]
     rounds = [x.rounds.tolist() for part in parts for x in part.histories.values()]
     assert rounds == [[4] * 3] * 2
-    _, new = by_hand.resize(tx, params, state, 4)
-    new: Any = new.exchange
-    assert new[0].histories["a"].rounds.tolist() == [4, 4, 4, 0]
+    _, found = by_hand.resize(tx, params, state, 4)
+    new: Any = found
+    assert new.exchange[0].histories["a"].rounds.tolist() == [4, 4, 4, 0]
 
 
 SIGNS = ex.sign_majority()
