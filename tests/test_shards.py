@@ -20,12 +20,12 @@ from tests.refusals import all_refused
 exchange = oxs.exchange
 fed = exchange.error_feedback
 # Each with how far its numbers may be from those of an unsharded worker, as a share of
-# the largest. `None`: another matrix or other chunks; then a law is what is tried.
+# the largest. `None`: another matrix, basis or chunks; then a law is what is tried.
 CODES = {
     "all_reduce": (exchange.all_reduce(), 1e-6),
     "4 bits, fed back": (fed(exchange.quantized(bits=4)), 0.35),
     "8 bits": (exchange.quantized(), 0.02),
-    "2 bits, rotated": (fed(exchange.rotated(exchange.quantized(2))), 0.6),
+    "2 bits, rotated": (fed(exchange.rotated(exchange.quantized(2))), None),
     "top_k": (fed(exchange.top_k(8, 16)), None),
     "top_k in 2 bits": (exchange.top_k(8, 16, bits=2), None),
     "power_sgd": (fed(exchange.power_sgd(4)), None),

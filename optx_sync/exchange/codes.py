@@ -22,21 +22,8 @@ Codes: TypeAlias = UInt8[Array, "pieces blocks block"]
 Beside: TypeAlias = Float[Array, "pieces blocks beside"]
 There: TypeAlias = Bool[Array, "pieces blocks block"]
 # For each number one in [0, 1), of stochastic rounding; `None`: to the nearest.
-Drawn: TypeAlias = Float[Array, "pieces blocks block"] | None
-
-
-class Coded(NamedTuple):
-    """Numbers in blocks, and their codes."""
-
-    x: Blocks
-    codes: Codes
-    beside: Beside
-    read: Blocks  # what everybody decodes
-
-    @property
-    def lost(self) -> Blocks:
-        """What the coding loses."""
-        return self.x - self.read
+Drawn: TypeAlias = Blocks | None
+Made: TypeAlias = tuple[Codes, Beside]
 
 
 class Kind(NamedTuple):
@@ -44,11 +31,11 @@ class Kind(NamedTuple):
 
     bits: tuple[int, ...]  # how many a code may have
     beside: Callable[[int], int]  # how many numbers travel beside the codes of a block
-    code: Callable[[Blocks, There, int, Drawn], Coded]
+    code: Callable[[Blocks, There, int, Drawn], Made]
     read: Callable[[Codes, Beside, int], Blocks]
 
 
-def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     """Steps of the largest number over m."""
     # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
     # CPUs makes one loop of both together, but three of the maximum of a long row
@@ -69,8 +56,7 @@ def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     steps = jnp.round(steps) if drawn is None else jnp.floor(steps + drawn)
     steps = jnp.clip(steps, -top, top)
     # A NaN as an integer depends on the platform; the scale tells of it.
-    codes = jnp.where(jnp.isnan(steps), 0.0, steps + top).astype(jnp.uint8)
-    return Coded(x, codes, scales, steps * scales.astype(x.dtype))
+    return jnp.where(jnp.isnan(steps), 0.0, steps + top).astype(jnp.uint8), scales
 
 
 def _read_linear(codes: Codes, beside: Beside, bits: int) -> Blocks:
@@ -96,7 +82,7 @@ LEVELS = {
 }
 
 
-def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     """The nearest levels of x over its root mean square, times the scale that fits."""
     levels, half = LEVELS[bits], 2 ** (bits - 1)
     squares, number = _sums(x * x, there.astype(x.dtype))
@@ -106,15 +92,12 @@ def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
         above = size > (lower + upper) / 2
         place = place + above.astype(jnp.uint8)
         level = jnp.where(above, np.asarray(upper, x.dtype), level)
-    negative = x < 0
-    codes = jnp.where(negative, half - 1 - place, half + place)
-    level = jnp.where(negative, -level, level)
+    codes = jnp.where(x < 0, half - 1 - place, half + place)
     # The best scale for these levels. Without it the codes of a block with a few large
     # numbers may be further from the block than zeros are.
-    products, squares = _sums(x * level, jnp.where(there, level * level, 0.0))
+    products, squares = _sums(jnp.abs(x) * level, jnp.where(there, level * level, 0.0))
     scales = (products / or_one(squares)).astype(jnp.float32)
-    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
-    return Coded(x, codes, scales, level * scales.astype(x.dtype))
+    return codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 
 def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
@@ -123,7 +106,7 @@ def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
     return _looked_up(codes, [np.asarray(x, beside.dtype) for x in levels]) * beside
 
 
-def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     """Bins around the mean, six standard deviations together; each becomes its mean."""
     bins = 2**bits
     total, number = _sums(x, there.astype(x.dtype))
@@ -137,12 +120,9 @@ def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     chosen = [there & (codes == code) for code in range(bins)]
     totals = [jnp.where(one, x, 0.0) for one in chosen]
     found = _sums(*totals, *(one.astype(x.dtype) for one in chosen))
-    table = jnp.concatenate(found[:bins], -1) / or_one(
-        jnp.concatenate(found[bins:], -1)
-    )
-    table = table.astype(jnp.float32)
-    table = jnp.where(jnp.isfinite(middle), table, jnp.nan)
-    return Coded(x, codes, table, _read_statistical(codes, table.astype(x.dtype), bits))
+    totals, numbers = (jnp.concatenate(x, -1) for x in (found[:bins], found[bins:]))
+    table = (totals / or_one(numbers)).astype(jnp.float32)
+    return codes, jnp.where(jnp.isfinite(middle), table, jnp.nan)
 
 
 def _read_statistical(codes: Codes, beside: Beside, bits: int) -> Blocks:
@@ -171,10 +151,9 @@ def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
     return [x[..., None] for x in sums]
 
 
+# By name; linear and Lloyd's send one scale a block, statistical codes a table.
 KINDS = {
-    "linear": Kind((2, 3, 4, 8), lambda bits: 1, _linear, _read_linear),
-    "statistical": Kind(
-        (2, 3, 4), lambda bits: 2**bits, _statistical, _read_statistical
-    ),
-    "lloyd": Kind((1, 2, 3, 4), lambda bits: 1, _lloyd, _read_lloyd),
+    "linear": Kind((2, 3, 4, 8), lambda _: 1, _linear, _read_linear),
+    "statistical": Kind((2, 3, 4), lambda b: 2**b, _statistical, _read_statistical),
+    "lloyd": Kind((1, 2, 3, 4), lambda _: 1, _lloyd, _read_lloyd),
 }

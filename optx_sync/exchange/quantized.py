@@ -15,17 +15,9 @@ from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.comm.varying import localize
-from optx_sync.exchange import codes
-from optx_sync.exchange.codes import Blocks, Coded
+from optx_sync.exchange import pieces
+from optx_sync.exchange.codes import KINDS, Beside, Blocks, Codes
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
-from optx_sync.exchange.pieces import (
-    after_round,
-    count_rounds,
-    joined,
-    no_memory,
-    require_meetable,
-    travel,
-)
 from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float, Int32, Key, UInt8
 from optx_sync.trees import Tree
@@ -119,8 +111,8 @@ def quantized(
         ValueError: `bits`, `code` or `rounding` is none of these, or no such code has
             so many bits; `block` or `bucket_bytes` is below 1; at the call, a leaf that
             is row-sparse or does not vary over the axis.
-        TypeError: `block`, `bucket_bytes` or `seed` is no integer; at the call, a leaf
-            that is not floating.
+        TypeError: `bits`, `block`, `bucket_bytes` or `seed` is no integer; at the call,
+            a leaf that is not floating.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -138,6 +130,7 @@ def quantized(
         Minimum Distortion". Therien et al. 2025, "MuLoCo", arXiv:2505.23725. Alistarh
         et al. 2017, "QSGD", arXiv:1610.02132 (stochastic rounding).
     """
+    bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
     kind = code or ("linear" if bits in (4, 8) else "lloyd")
@@ -146,13 +139,12 @@ def quantized(
 
     def meet_buffers(whole, weight, axis_name, state):
         replicas, place = axis_size(axis_name), axis_index(axis_name)
-        keys = [coder.key(state, hop, place) for hop in range(2)]
         cut = [coder.in_blocks(x[None], replicas) for x in whole]
-        own = [coder.code(*x, keys[0], i) for i, x in enumerate(cut)]
+        own = [coder.code(*x, coder.key(state, 0, place, i)) for i, x in enumerate(cut)]
         means, total = coder.to_owners(own, weight, axis_name)
         second = [
-            coder.code(mean, numbers[place][None], keys[1], i, padded=False)
-            for i, (mean, (_, numbers)) in enumerate(zip(means, cut, strict=True))
+            coder.code(x, numbers[place][None], coder.key(state, 1, place, i), False)
+            for i, (x, (_, numbers)) in enumerate(zip(means, cut, strict=True))
         ]
         # The weights travel again, so that their type, too, is equal on all replicas.
         read, known = coder.to_all(second, weight, axis_name)
@@ -167,31 +159,31 @@ def quantized(
     def encode(x, state):
         coded = coder.code(*coder.in_blocks(x.reshape(1, -1), 1), coder.key(state))
         lost = buffers.shaped(coded.lost, x)
-        return coder.message(coded)[0], lost, after_round(state)
+        return coder.message(coded)[0], lost, pieces.after_round(state)
 
     def decode(message, like):
         shape = coder.blocks(math.prod(like.shape), 1)
         return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
     def up(tree, state, axis_name, *, weight=None):
-        require_meetable(tree, axis_name, "quantized")
+        pieces.require_meetable(tree, axis_name, "quantized")
         replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
         rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
         joint = buffers.Joint(rows, bucket_bytes=bucket_bytes)
-        key = coder.key(state, 0, axis_index(axis_name))
+        place = axis_index(axis_name)
         cut = [coder.in_blocks(weigh(x, weight), replicas) for x in joint.join(rows)]
-        own = [coder.code(*x, key, i) for i, x in enumerate(cut)]
+        own = [coder.code(*x, coder.key(state, 0, place, i)) for i, x in enumerate(cut)]
         means, total = coder.to_owners(own, weight, axis_name)
         mean = buffers.flat(joint.cut(buffers.flat(means)))
         lost = [coded.lost.reshape(replicas, -1) for coded in own]
         owed = map(buffers.shaped, joint.cut(lost), leaves)
-        state = localize(after_round(state), axis_name)
+        state = localize(pieces.after_round(state), axis_name)
         return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
 
-    def down(pieces, like, axis_name):
+    def down(owned, like, axis_name):
         replicas = axis_size(axis_name)
-        leaves, treedef = jax.tree.flatten(pieces)
+        leaves, treedef = jax.tree.flatten(owned)
         rows = [x[None] for x in leaves]
         joint = buffers.Joint(rows, bucket_bytes=bucket_bytes / replicas)
         own = [coder.code(*coder.in_blocks(x, 1)) for x in joint.join(rows)]
@@ -200,11 +192,20 @@ def quantized(
         found = map(buffers.shaped, read, treedef.flatten_up_to(like))
         return treedef.unflatten(found)
 
-    init = no_memory if rounding == "nearest" else count_rounds
-    exchange = joined(
+    init = pieces.no_memory if rounding == "nearest" else pieces.count_rounds
+    exchange = pieces.joined(
         "quantized", meet_buffers, Code(encode, decode), bucket_bytes, init
     )
     return exchange._replace(halves=Halves(up, down))
+
+
+class _Coded(NamedTuple):
+    """Numbers in blocks, and their codes."""
+
+    x: Blocks
+    codes: Codes
+    beside: Beside  # what travels beside the codes
+    lost: Blocks  # x minus what everybody decodes
 
 
 class _Coder(NamedTuple):
@@ -247,23 +248,22 @@ class _Coder(NamedTuple):
         x: Blocks,
         numbers: Int32[Array, " pieces"],
         key: Key[Array, ""] | None = None,
-        bucket: int = 0,
         padded: bool = True,
-    ) -> Coded:
-        """The codes of the first so many numbers of each piece of a bucket.
+    ) -> _Coded:
+        """The codes of the first so many numbers of each piece.
 
         `padded` says whether the others are 0 already.
         """
-        drawn = None
-        if key is not None:
-            key = jax.random.fold_in(key, bucket)
-            drawn = jax.random.uniform(key, x.shape, x.dtype)
+        kind = KINDS[self.kind]
         places = jnp.arange(x[0].size, dtype=jnp.int32).reshape(1, *x.shape[1:])
         there = places < numbers[:, None, None]
         x = x if padded else jnp.where(there, x, 0.0)
-        return codes.KINDS[self.kind].code(x, there, self.bits, drawn)
+        drawn = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
+        codes, beside = kind.code(x, there, self.bits, drawn)
+        read = kind.read(codes, beside.astype(x.dtype), self.bits)
+        return _Coded(x, codes, beside, x - read)
 
-    def message(self, coded: Coded) -> Messages:
+    def message(self, coded: _Coded) -> Messages:
         """The codes of each piece, and what travels beside them."""
         pieces = len(coded.x)
         packed = buffers.pack(coded.codes.reshape(pieces, -1), self.bits)
@@ -272,7 +272,7 @@ class _Coder(NamedTuple):
 
     def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
         """The numbers of decoded messages, in blocks of this shape."""
-        kind, (_, blocks, length) = codes.KINDS[self.kind], shape
+        kind, (_, blocks, length) = KINDS[self.kind], shape
         size = 4 * blocks * kind.beside(self.bits)
         octets, beside = jnp.split(sent, [sent.shape[1] - size], axis=1)
         octets = buffers.unpack(octets, self.bits, blocks * length)
@@ -284,14 +284,14 @@ class _Coder(NamedTuple):
         )
 
     def to_owners(
-        self, own: list[Coded], weight: Weight | None, axis_name: AxisName
+        self, own: list[_Coded], weight: Weight | None, axis_name: AxisName
     ) -> tuple[list[Blocks], Weight]:
         """The mean of this replica's piece of each array, and the sum of the weights.
 
         Every replica sends its codes of a piece to the owner.
         """
         sent, replicas = list(map(self.message, own)), axis_size(axis_name)
-        received, total = travel(
+        received, total = pieces.travel(
             collectives.all_to_all, sent, weight, axis_name, self._full, replicas
         )
         divisor, means = weight_divisor(total), []
@@ -301,11 +301,11 @@ class _Coder(NamedTuple):
         return means, total
 
     def to_all(
-        self, own: list[Coded], weight: Weight | None, axis_name: AxisName
+        self, own: list[_Coded], weight: Weight | None, axis_name: AxisName
     ) -> tuple[list[Blocks], Weight]:
         """All replicas' pieces of each array, decoded, and the sum of the weights."""
         sent = list(map(self.message, own))
-        gathered, total = travel(
+        gathered, total = pieces.travel(
             collectives.gather, sent, weight, axis_name, self._full
         )
         pairs = zip(gathered, own, strict=True)
@@ -319,14 +319,10 @@ class _Coder(NamedTuple):
 
 _REFUSED: Refused[_Coder] = (
     (
-        lambda o: o.bits not in (1, 2, 3, 4, 8) or isinstance(o.bits, bool),
-        "bits must be 1, 2, 3, 4 or 8; got {0.bits!r}.",
-    ),
-    (
-        lambda o: o.kind not in codes.KINDS or o.bits not in codes.KINDS[o.kind].bits,
-        "code must be 'linear' (2, 3, 4 or 8 bits), 'statistical' (2, 3 or 4) or "
-        "'lloyd' (1, 2, 3 or 4); got code={0.kind!r} and bits={0.bits}. Leave code "
-        "out, and it is one that these bits have.",
+        lambda o: o.kind not in KINDS or o.bits not in KINDS[o.kind].bits,
+        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits), "
+        "'statistical' (2, 3 or 4) or 'lloyd' (1, 2, 3 or 4); got bits={0.bits} and "
+        "code={0.kind!r}. Leave code out, and it is one that these bits have.",
     ),
     (
         lambda o: o.rounding not in ("nearest", "stochastic"),

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,23 +103,24 @@ def rotated(
         return message, turn.back(lost, x.size).reshape(x.shape), state
 
     def decode(message, like):
-        size = math.prod(like.shape)
-        found = coded.decode(message, turn.shape(size, like.dtype))
-        return turn.back(found, size).reshape(like.shape)
+        rotated = jax.eval_shape(lambda x: turn.forth(x.reshape(-1)), like)
+        found = coded.decode(message, rotated)
+        return turn.back(found, math.prod(like.shape)).reshape(like.shape)
 
     def down(pieces, like, axis_name):
         replicas = axis_size(axis_name)
         leaves, treedef = jax.tree.flatten(pieces)
         joint = buffers.Joint(leaves, bucket_bytes=exchange.bucket_bytes / replicas)
         own = joint.join(leaves)
-        sent = [turn.forth(x) for x in own]
+        sent = list(map(turn.forth, own))
         shapes = [jax.ShapeDtypeStruct((replicas, x.size), x.dtype) for x in sent]
         found = halves.down(sent, shapes, axis_name)
         back = [turn.back(y, x.size) for x, y in zip(own, found, strict=True)]
         whole = map(buffers.shaped, joint.cut(back), treedef.flatten_up_to(like))
         return treedef.unflatten(whole)
 
-    coded, halves = exchange.code, exchange.halves
+    coded: Any = exchange.code
+    halves: Any = exchange.halves
     return exchange._replace(
         meet=_turned(turn, exchange.meet),
         outlier=None,
@@ -138,44 +139,37 @@ class _Turn(NamedTuple):
 
     def length(self, size: int) -> int:
         """The numbers in a block, for so many numbers."""
-        if self.basis == "dct":
-            return min(self.block, size)
-        return min(self.block, 1 << (size - 1).bit_length())
-
-    def shape(self, size: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        """What so many numbers become."""
-        return jax.ShapeDtypeStruct((size + -size % self.length(size),), dtype)
+        whole = size if self.basis == "dct" else 1 << (size - 1).bit_length()
+        return min(self.block, whole)
 
     def forth(self, x: Float[Array, "*rows numbers"]) -> Float[Array, "*rows padded"]:
         """The numbers in the other basis."""
-        size, length = x.shape[-1], self.length(x.shape[-1])
-        spare = [(0, 0)] * (x.ndim - 1) + [(0, -size % length)]
-        padded = jnp.pad(x, spare)
-        blocks = padded.reshape(*x.shape[:-1], -1, length)
-        if self.basis == "dct":
-            blocks = _product(blocks, _dct(length))
-        else:
-            blocks = _hadamard(blocks * self._signs(blocks))
-        return blocks.reshape(padded.shape)
+        length = self.length(x.shape[-1])
+        spare = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % length)]
+        return self._turn(jnp.pad(x, spare), length)
 
     def back(
         self, y: Float[Array, "*rows padded"], size: int
     ) -> Float[Array, "*rows numbers"]:
         """The first so many numbers in their own basis."""
-        blocks = y.reshape(*y.shape[:-1], -1, self.length(size))
+        return self._turn(y, self.length(size), back=True)[..., :size]
+
+    def _turn(self, x: jax.Array, length: int, back: bool = False) -> jax.Array:
+        blocks = x.reshape(*x.shape[:-1], -1, length)
         if self.basis == "dct":
-            blocks = _product(blocks, _dct(self.length(size)).T)
-        else:
-            blocks = _hadamard(blocks) * self._signs(blocks)
-        return blocks.reshape(y.shape)[..., :size]
-
-    def _signs(self, like: jax.Array) -> Float[Array, "..."]:
+            matrix = (_dct(length) if back else _dct(length).T).astype(x.dtype)
+            # TPUs would round to bfloat16.
+            return jnp.matmul(blocks, matrix, precision="highest").reshape(x.shape)
         key = jax.random.key(self.seed, impl="threefry2x32")
-        signs = jax.random.rademacher(key, like.shape[-1:], like.dtype)
-        return jnp.broadcast_to(signs, like.shape)
+        signs = jax.random.rademacher(key, (length,), x.dtype)
+        signs = jnp.broadcast_to(signs, blocks.shape)
+        turned = _hadamard(blocks) * signs if back else _hadamard(blocks * signs)
+        return turned.reshape(x.shape)
 
 
-def _turned(turn: _Turn, inside: Callable[..., Met], whole: bool = True):
+def _turned(
+    turn: _Turn, inside: Callable[..., Met], whole: bool = True
+) -> Callable[..., Met]:
     """A `meet` that gives the one inside rotated numbers.
 
     `whole` says whether its mean is of whole arrays, or of a piece of each.
@@ -188,14 +182,12 @@ def _turned(turn: _Turn, inside: Callable[..., Met], whole: bool = True):
         rows = [buffers.in_rows(buffers.wide(x).reshape(-1), pieces) for x in leaves]
         joint = buffers.Joint(rows, bucket_bytes=turn.exchange.bucket_bytes)
         own = joint.join(rows)
-        sent = [turn.forth(x) for x in own]
+        sizes = [x.shape[-1] for x in own]
+        sent = list(map(turn.forth, own))
         met = inside(sent, state, axis_name, weight=weight, **more)
-
-        def back(found: list[jax.Array]) -> list[jax.Array]:
-            sizes = [x.shape[-1] for x in own]
-            return joint.cut(list(map(turn.back, found, sizes)))
-
-        mean, lost = back(met.mean), back(met.mean if met.lost is None else met.lost)
+        lost = [jnp.zeros_like(x) for x in sent] if met.lost is None else met.lost
+        mean = joint.cut(list(map(turn.back, met.mean, sizes)))
+        lost = joint.cut(list(map(turn.back, lost, sizes)))
         if whole:
             mean, owed = narrowed(mean, lost, tree, own_weight(weight, axis_name))
         else:
@@ -226,11 +218,6 @@ def _dct(size: int) -> np.ndarray:
     return waves * np.where(places[:, None] > 0, np.sqrt(2 / size), np.sqrt(1 / size))
 
 
-def _product(x: Float[Array, "*rows block"], matrix: np.ndarray) -> jax.Array:
-    """The matrix times each block; TPUs would round to bfloat16."""
-    return jnp.matmul(x, matrix.T.astype(x.dtype), precision="highest")
-
-
 _REFUSED: Refused[_Turn] = (
     (
         lambda o: o.basis not in ("hadamard", "dct"),
@@ -241,11 +228,10 @@ _REFUSED: Refused[_Turn] = (
         "block must be a power of two for basis='hadamard'; got {0.block}. The default "
         "is 256.",
     ),
-    (lambda o: o.exchange.linear is None, "rotated" + contract.UNDECLARED),
     (
         lambda o: not o.exchange.linear,
-        "rotated is for linear exchanges: what a median or a norm makes of rotated "
-        "arrays is something else. Use the robust exchange alone.",
+        "rotated takes an exchange that declares linear=True: what a median makes of "
+        "rotated arrays is something else. Use the robust exchange alone.",
     ),
     (
         lambda o: o.exchange.remembers and o.exchange.init is not count_rounds,

@@ -127,13 +127,16 @@ def test_the_numbers_are_those_of_a_whole_center(context):
 CODES: dict[str, Any] = {
     "8 bits": (8, {}),
     "8 bits, in parts": (8, {"fragments": 2}),
+    "8 bits, rotated": (8, {}),
     "4 bits, late": (4, {"delay": 1, "drop_nonfinite": True, "measure": True}),
 }
 
 
 def coded(name):
     bits, more = CODES[name]
-    exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits))
+    exchange = oxs.exchange.quantized(bits)
+    exchange = oxs.exchange.rotated(exchange) if "rotated" in name else exchange
+    exchange = oxs.exchange.error_feedback(exchange)
     options = {"communication_period": 2, "shard_center": True, "exchange": exchange}
     return oxs.local_sgd(optax.sgd(0.1), AXIS, **options, **more)
 
@@ -144,6 +147,7 @@ def coded(name):
         ("vmap_axes", "8 bits"),
         ("shard_map", "4 bits, late"),
         ("shard_map_axes", "8 bits, in parts"),
+        ("shard_map_axes", "8 bits, rotated"),
     ],
 )
 def test_codes_go_up_and_down_and_nothing_is_lost(context, name):

@@ -303,9 +303,10 @@ def step_of_rows(wrapper, exchange):
 
 
 test_refused = all_refused(globals())(r"""
-quantized(bits=5)  # ValueError: 1, 2, 3, 4 or 8; got 5
-quantized(bits=1, code="linear")  # ValueError: code='linear' and bits=1
-quantized(code="lloyd")  # ValueError: code='lloyd' and bits=8
+quantized(bits=5)  # ValueError: 1, 2, 3, 4 or 8, .* got bits=5
+quantized(bits=True)  # TypeError: bits must be an integer
+quantized(bits=1, code="linear")  # ValueError: bits=1 and code='linear'
+quantized(code="lloyd")  # ValueError: bits=8 and code='lloyd'
 quantized(4, code="log")  # ValueError: code='log'
 quantized(rounding="up")  # ValueError: rounding must be
 quantized(2, rounding="stochastic")  # ValueError: Write code='linear'
@@ -316,7 +317,7 @@ rotated(quantized(), seed="a")  # TypeError: seed
 rotated(oxs.exchange.median())  # ValueError: median
 rotated(power_sgd())
 rotated(error_feedback(quantized()))  # ValueError: Put error_feedback around
-rotated(oxs.exchange.Exchange(lambda tree: (), met))  # ValueError: does not declare
+rotated(oxs.exchange.Exchange(lambda tree: (), met))  # ValueError: declares linear=True
 quantized(block=0)  # ValueError: block must be 1 or more
 quantized(block=2.0)  # TypeError: an integer
 quantized(bucket_bytes=0)

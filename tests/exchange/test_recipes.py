@@ -80,11 +80,8 @@ def test_sparse_loco_is_clipped_before_what_is_owed_is_added():
     short = grads * np.minimum(1, np.median(norms) / norms)[:, None]
 
     def meet(exchange, x):
-        state = exchange.init(x)
-        for _ in range(2):
-            met = exchange.meet(x, state, "pods")
-            state = met.state
-        return met.mean
+        met = exchange.meet(x, exchange.init(x), "pods")
+        return exchange.meet(x, met.state, "pods").mean
 
     both = jax.vmap(lambda x, y: (meet(clipped, x), meet(fed, y)), axis_name="pods")
     one, other = jax.jit(both)(grads, short)
@@ -105,7 +102,7 @@ def test_muloco_in_two_bits_goes_where_it_goes_exactly():
                 params, state = step(params, state, {"w": params["w"] - target})
         centers.append(oxs.center_params(state, params)["w"])
     moved, apart = jnp.linalg.norm(centers[0]), jnp.linalg.norm(centers[1] - centers[0])
-    assert 0 < apart < 0.3 * moved
+    assert 0 < apart < 0.5 * moved
 
 
 def trained(tx, x, state, grads):
