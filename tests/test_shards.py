@@ -29,6 +29,7 @@ CODES = {
     "top_k in 2 bits": (exchange.top_k(8, 16, bits=2), None),
     "power_sgd": (fed(exchange.power_sgd(4)), None),
     "clipped to 1, 8 bits": (exchange.clipped(1.0, exchange.quantized()), 0.02),
+    "radial, 8 bits": (exchange.radial(exchange.quantized()), 0.02),
 }
 ROBUST = {
     "median": exchange.median(),
@@ -38,6 +39,9 @@ ROBUST = {
     "geometric_median": exchange.geometric_median(),
     "krum": exchange.krum(0),
     "adasum": exchange.adasum(),
+    "elected": exchange.elected(),
+    "radial": exchange.radial(),
+    "penalized": exchange.penalized(groups=lambda path: path, temperature=10.0),
 }
 GROUPS = {"codes": CODES, "robust": {name: (x, 1e-5) for name, x in ROBUST.items()}}
 MESHES = {

@@ -29,6 +29,15 @@ EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
     "krum": [ex.krum(1)],
     "adasum": [ex.adasum()],
     "clipped": [ex.clipped("median"), ex.clipped(1.0, ex.quantized())],
+    "radial": [
+        ex.radial(),
+        ex.radial(ex.error_feedback(ex.quantized(4)), lambda path: "matrix" in path),
+    ],
+    "penalized": [
+        ex.penalized(),
+        ex.penalized(ex.error_feedback(ex.quantized()), groups=lambda path: path),
+    ],
+    "elected": [ex.elected()],
 }
 GRAPHS: dict[str, Any] = {
     "ring": oxs.graphs.ring(),

@@ -70,7 +70,7 @@ def agree(
         measured = measure_of(measured, met.also, met.weight, batch_size)
     info = info._replace(measured=measured)
     if exchange.outlier is not None:
-        is_one = exchange.outlier(tree, met.mean, axis_name, weight)
+        is_one = exchange.outlier(tree, met, axis_name, weight)
         counted = info.outliers + localize(is_one.astype(jnp.int32), axis_name)
         info = info._replace(outliers=vary_like(counted, info.outliers))
     contributors = (met.also or {}).get("contributors", met.weight)

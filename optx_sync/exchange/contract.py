@@ -99,9 +99,9 @@ class Exchange(NamedTuple):
             a replica out and all others count the same.
         remembers: Whether a replica remembers anything: `False` says that `init`
             returns `()`, so that a wrapper around it need not keep a state.
-        outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether this replica's
-            tree lies far from the mean that `meet` made; wrappers count that for
-            `oxs.metrics`. `None`: not asked.
+        outlier: `(tree, met, axis_name, weight) -> bool[]`, whether this replica's
+            tree lies far from the mean of `met`, which `meet` returned, or was left
+            out of it; wrappers count that for `oxs.metrics`. `None`: not asked.
         code: How a worker codes what it pushes without lockstep; `None` if the
             exchange has no meaning for one replica alone.
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`:
@@ -134,7 +134,7 @@ class Exchange(NamedTuple):
     takes_weights: bool = False
     remembers: bool = True
     outlier: (
-        Callable[[Tree, Tree, AxisName, ArrayLike | None], Bool[Array, ""]] | None
+        Callable[[Tree, Met, AxisName, ArrayLike | None], Bool[Array, ""]] | None
     ) = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None

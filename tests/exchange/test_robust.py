@@ -263,8 +263,8 @@ def test_norms_of_float64_arrays_are_float64():
         def clip(x, scale=scale):
             exchange: Any = oxs.exchange.clipped(scale / 2)
             tree = {"a": x[:1], "b": x[1:], "c": jnp.zeros(2, jnp.float32)}
-            mean = exchange.meet(tree, (), AXIS).mean
-            far = exchange.outlier(tree, mean, AXIS, None)
+            met = exchange.meet(tree, (), AXIS)
+            mean, far = met.mean, exchange.outlier(tree, met, AXIS, None)
             pairs = oxs.exchange.adasum().meet({"all": x, **tree}, (), AXIS).mean
             return jnp.concatenate([mean["a"], mean["b"]]), far, pairs["all"]
 

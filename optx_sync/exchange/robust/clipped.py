@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import interval
-from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import norm_axes
@@ -77,7 +76,7 @@ def clipped(
         if isinstance(to, str):
             limit = norms.median_over(norm, weight, axis_name)
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
-        sent = jax.tree.map(lambda x: _times(factor, x), tree)
+        sent = jax.tree.map(lambda x: norms.times(factor, x), tree)
         return exchange.meet(sent, state, axis_name, weight=weight, also=also)
 
     return Exchange(
@@ -88,8 +87,3 @@ def clipped(
         remembers=exchange.remembers,
         outlier=norms.far_from_result(shard_axes),
     )
-
-
-def _times(factor: jax.Array, x: jax.Array) -> jax.Array:
-    wide = buffers.wide(x)
-    return (wide * factor.astype(wide.dtype)).astype(x.dtype)

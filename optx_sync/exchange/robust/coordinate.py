@@ -135,9 +135,9 @@ def sign_majority() -> Exchange:
         totals = [jnp.sum(b, axis=0, dtype=jnp.int32) for b in votes]
         return [jnp.sign(total).astype(jnp.int8) for total in totals]
 
-    def outlier(tree, mean, axis_name, weight):
+    def outlier(tree, met, axis_name, weight):
         axes, agreed = axes_of_shards(tree, axis_name), jnp.float32(0)
-        for x, m in zip(jax.tree.leaves(tree), jax.tree.leaves(mean), strict=True):
+        for x, m in zip(*map(jax.tree.leaves, (tree, met.mean)), strict=True):
             votes = vote(x).astype(jnp.float32) * m.astype(jnp.float32)
             agreed += sum_over(jnp.sum(votes), axes)
         return norms.counted(agreed < 0, weight)

@@ -19,6 +19,7 @@ from optx_sync.comm.buffers import wide
 from optx_sync.comm.collectives import AxisName, gather
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
+from optx_sync.exchange.contract import Met
 from optx_sync.shapes import Array, Bool, Float, Inexact, Int32
 from optx_sync.trees import Tree
 
@@ -33,14 +34,14 @@ _OUTLYING = 3.0
 
 def far_from_result(
     shard_axes: AxisName | None,
-) -> Callable[[Tree, Tree, AxisName, ArrayLike | None], Bool[Array, ""]]:
+) -> Callable[[Tree, Met, AxisName, ArrayLike | None], Bool[Array, ""]]:
     """Whether a replica is more than three times the typical distance away."""
 
-    def outlier(tree, mean, axis_name, weight):
+    def outlier(tree, met, axis_name, weight):
         axes = axes_of_shards(tree, axis_name)
         if shard_axes is not None:
             axes = norm_axes(tree, axis_name, shard_axes)
-        apart = jax.tree.map(lambda x, m: wide(x) - wide(m), tree, mean)
+        apart = jax.tree.map(lambda x, m: wide(x) - wide(m), tree, met.mean)
         distance = norm_of(jax.tree.leaves(apart), axes)
         typical = median_over(distance, weight, axis_name)
         # So that what is not finite is far.
@@ -64,6 +65,12 @@ def norm_of(leaves: Sequence[jax.Array], axes: Axes) -> Number:
     unit = unit_of(size_of(leaves, axes, dtype))
     squares = (jnp.sum(jnp.square(x.astype(dtype) / unit)) for x in sizes)
     return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype.type(0)))
+
+
+def times(factor: Number, x: jax.Array) -> jax.Array:
+    """The array times a number, computed in at least float32."""
+    whole = wide(x)
+    return (whole * factor.astype(whole.dtype)).astype(x.dtype)
 
 
 def widest(arrays: Sequence[jax.Array]) -> np.dtype:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
+from optx_sync.comm.reduce import as_weight
 from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.shapes import Array, Bool, Num
+from optx_sync.shapes import Array, Bool, Float, Num
 
 
 class Everyone(NamedTuple):
@@ -30,6 +31,7 @@ class Everyone(NamedTuple):
     blocks: list[Num[Array, "replicas piece"]]
     joint: buffers.Joint  # of the leaves' pieces, [replicas, numbers of one] each
     counts: Bool[Array, " replicas"]  # who counts
+    weights: Float[Array, " replicas"]  # how much; 0 or 1 if all count alike
     # [replicas, ...], what each replica says of itself; `None` without `sizes`.
     sizes: Any
     axis_name: AxisName
@@ -45,11 +47,13 @@ def transposed(
     encode: Callable[[jax.Array], jax.Array] | None = None,
     sizes: Callable[[Sequence[jax.Array], tuple[str, ...]], jax.Array] | None = None,
     shard_axes: AxisName | None = None,
+    takes_weights: bool = False,
 ) -> Exchange:
     """The exchange in which each replica applies a rule to a piece of all arrays.
 
     `encode` is what is done to a leaf before it travels; `sizes` what a replica says of
     itself, a rule that compares whole arrays. A rule returns a piece for each block.
+    A weight is a flag unless the rule `takes_weights`.
     """
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -66,30 +70,33 @@ def transposed(
             mean = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
             return Met(mean, state=state, also=also)
 
-        counts, said = jnp.ones(replicas, bool), None
+        weights, said = jnp.ones(replicas), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
         if weight is not None:
-            flag = localize(norms.flag_of(weight), axis_name)
-            own.append(flag.astype(own[0].dtype if own else jnp.float32)[None])
+            counted = (as_weight if takes_weights else norms.flag_of)(weight)
+            counted = localize(counted, axis_name)
+            own.append(counted.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
             said = gather(jnp.concatenate(own)[None], axis_name)
         if weight is not None and said is not None:
-            counts, said = said[:, -1] > 0, said[:, :-1]
+            weights, said = said[:, -1], said[:, :-1]
 
         blocks = [all_to_all(x, axis_name) for x in joint.join(rows)]
-        found = rule(Everyone(blocks, joint, counts, said, axis_name, axes))
+        seen = blocks, joint, weights > 0, weights, said, axis_name, axes
+        found = rule(Everyone(*seen))
         parts = joint.cut([gather(piece[None], axis_name) for piece in found])
         mean = treedef.unflatten(
             buffers.shaped(part, x).astype(x.dtype)
             for part, x in zip(parts, originals, strict=True)
         )
-        total = replicas if weight is None else jnp.sum(counts, dtype=jnp.float32)
+        total = replicas if weight is None else jnp.sum(weights, dtype=jnp.float32)
         return Met(mean, total, None, state, also)
 
     return Exchange(
         lambda tree: (),
         meet,
         linear=False,
+        takes_weights=takes_weights,
         remembers=False,
         outlier=norms.far_from_result(shard_axes),
     )
