@@ -47,7 +47,7 @@ GROUND = {
     "comm": files("comm/: collectives varying buffers shards"),
     "placement": files("placement/: fields leaves axes memory held resize workers"),
     "exchange": files(
-        "exchange/: contract all_reduce pieces measures landing "
+        "exchange/: contract all_reduce codes pieces measures landing "
         "robust/norms robust/transposed"
     ),
     "optimizers": files("optimizers/: rule"),

@@ -158,8 +158,11 @@ def one_behind_the_other(
 def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
     """Pack n codes of 1, 2, 4 or 8 bits, on the last axis, into ceil(n bits / 8) bytes.
 
-    A byte holds codes that are far apart, so that reads and writes are contiguous.
+    A byte holds codes that are far apart, so that reads and writes are contiguous. Of
+    3 bits the lower two are packed, then the third.
     """
+    if bits == 3:
+        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-1)
     per = 8 // bits
     if per == 1:
         return codes
@@ -173,6 +176,9 @@ def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]
     """The inverse of `pack`: `count` codes along the last axis."""
     if bits == 8:
         return packed
+    if bits == 3:
+        lower, third = jnp.split(packed, [-(-count // 4)], axis=-1)
+        return unpack(lower, 2, count) | unpack(third, 1, count) << 2
     parts = packed[..., None, :]
     parts = (parts >> _places(parts, bits)) & np.uint8(2**bits - 1)
     return parts.reshape(*packed.shape[:-1], -1)[..., :count]

@@ -24,6 +24,7 @@ from optx_sync.exchange.robust.coordinate import sign_majority as sign_majority
 from optx_sync.exchange.robust.coordinate import trimmed_mean as trimmed_mean
 from optx_sync.exchange.robust.distance import geometric_median as geometric_median
 from optx_sync.exchange.robust.distance import krum as krum
+from optx_sync.exchange.rotated import rotated as rotated
 from optx_sync.exchange.top_k import top_k as top_k
 from optx_sync.signatures import readable as _readable
 

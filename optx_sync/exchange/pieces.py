@@ -5,8 +5,9 @@ Meetings in two hops are made of these: `scatter` sums, at its owner, what all r
 have of a piece, and `gather` gives every owner's piece to all.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +17,63 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
-from optx_sync.comm.varying import localize_where_mapped, require_local
+from optx_sync.comm.varying import (
+    localize,
+    localize_where_mapped,
+    require_local,
+    vary_with,
+)
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
-from optx_sync.placement.fields import InPieces
-from optx_sync.shapes import Array, Float, UInt8
+from optx_sync.placement.fields import OWN_COUNT, InPieces, declare
+from optx_sync.shapes import Array, Float, Int32, Key, UInt8
 from optx_sync.trees import Tree, at_least_float32, is_floating, path_name, round_to
 
-# (a buffer w_i x_i for each dtype, the weight, the axis) -> (the means of these
-# buffers, what this replica owes of each, the sum of the weights).
+# (a buffer w_i x_i for each dtype, the weight, the axis, what is remembered) -> (the
+# means of these buffers, what this replica owes of each, the sum of the weights).
 MeetBuffers: TypeAlias = Callable[
-    [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName],
+    [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName, Tree],
     tuple[list[Float[Array, " padded"]], list[Float[Array, " padded"]], jax.Array],
 ]
 
 
-def joined(
-    who: str, meet_buffers: MeetBuffers, code: Code, bucket_bytes: int
-) -> Exchange:
-    """An exchange without memory that meets in buckets of all leaves of one dtype.
+@declare(rounds=OWN_COUNT)
+class Rounds(NamedTuple):
+    """State of an exchange that draws random numbers: how often it has met."""
 
-    Half precision leaves travel as float32.
+    rounds: Int32[Array, ""]
+
+    def key(self, seed: int, *numbers: int | jax.Array) -> Key[Array, ""]:
+        """The random key of this round, folded with numbers of who asks for what."""
+        # A fixed generator: JAX's default may differ in a resumed run.
+        key = jax.random.key(seed, impl="threefry2x32")
+        return functools.reduce(jax.random.fold_in, (self.rounds, *numbers), key)
+
+
+def no_memory(tree: Tree) -> Tree:
+    """`init` of an exchange that remembers nothing."""
+    return ()
+
+
+def count_rounds(tree: Tree) -> Rounds:
+    """`init` of an exchange that counts its rounds and remembers nothing else."""
+    return Rounds(vary_with(jnp.zeros((), jnp.int32), tree))
+
+
+def after_round(state: Tree) -> Tree:
+    """What either remembers after one more round."""
+    return jax.tree.map(lambda count: count + 1, state)
+
+
+def joined(
+    who: str,
+    meet_buffers: MeetBuffers,
+    code: Code,
+    bucket_bytes: int,
+    init: Callable[[Tree], Tree] = no_memory,
+) -> Exchange:
+    """An exchange that meets in buckets of all leaves of one dtype.
+
+    Half precision leaves travel as float32. `init` is `no_memory` or `count_rounds`.
     """
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -44,17 +82,19 @@ def joined(
         leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
         joint = buffers.Joint(leaves, bucket_bytes=bucket_bytes)
         own = [weigh(x, weight) for x in joint.join(leaves)]
-        means, lost, total = meet_buffers(own, weight, axis_name)
+        means, lost, total = meet_buffers(own, weight, axis_name, state)
         mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
+        state = localize(after_round(state), axis_name)
         return Met(mean, total, lost, state, summed(also, axis_name))
 
     return Exchange(
-        lambda tree: (),
+        init,
         meet,
         linear=True,
         takes_weights=True,
-        remembers=False,
+        remembers=init is not no_memory,
         code=code,
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -203,7 +243,7 @@ def travel(
     messages: Sequence[UInt8[Array, "rows _"]],
     weight: Float[Array, ""] | None,
     axis_name: AxisName,
-    bucket_bytes: int,
+    bucket_bytes: float,
     rows: int = 1,
 ) -> tuple[list[UInt8[Array, "replicas _"]], Float[Array, ""]]:
     """Send messages of bytes together with the weights; and the sum of the weights.
@@ -213,7 +253,7 @@ def travel(
     if weight is not None:
         share = buffers.to_bytes(weight[None])
         messages = [*messages, jnp.broadcast_to(share, (rows, share.size))]
-    # The codes of a full bucket at 4 bits; a replica sends one row of it, or all rows.
+    # The codes of a full bucket at 4 bits. A replica sends one row of it, or all rows.
     full = bucket_bytes / 8 * rows / axis_size(axis_name)
     arrived = buffers.through(
         lambda x: collective(x, axis_name), messages, bucket_bytes=full

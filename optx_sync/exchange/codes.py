@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the numbers of a block become codes of few bits, and become numbers again.
+
+Beside the codes travel a few float32 of each block: its scale, or a table. Where a
+number of the block is not finite they are NaN, and so is all that is decoded.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optx_sync.comm.reduce import or_one
+from optx_sync.shapes import Array, Bool, Float, UInt8
+
+Blocks: TypeAlias = Float[Array, "pieces blocks block"]
+Codes: TypeAlias = UInt8[Array, "pieces blocks block"]
+Beside: TypeAlias = Float[Array, "pieces blocks beside"]
+There: TypeAlias = Bool[Array, "pieces blocks block"]
+# For each number one in [0, 1), of stochastic rounding; `None`: to the nearest.
+Drawn: TypeAlias = Float[Array, "pieces blocks block"] | None
+
+
+class Coded(NamedTuple):
+    """Numbers in blocks, and their codes."""
+
+    x: Blocks
+    codes: Codes
+    beside: Beside
+    read: Blocks  # what everybody decodes
+
+    @property
+    def lost(self) -> Blocks:
+        """What the coding loses."""
+        return self.x - self.read
+
+
+class Kind(NamedTuple):
+    """A kind of codes."""
+
+    bits: tuple[int, ...]  # how many a code may have
+    beside: Callable[[int], int]  # how many numbers travel beside the codes of a block
+    code: Callable[[Blocks, There, int, Drawn], Coded]
+    read: Callable[[Codes, Beside, int], Blocks]
+
+
+def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+    """Steps of the largest number over m; padding, which is 0, changes nothing."""
+    # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
+    # CPUs makes one loop of both together, but three of the maximum of a long row
+    # alone.
+    largest, finite = jax.lax.reduce(
+        (jnp.abs(x), jnp.isfinite(x)),
+        (np.zeros((), x.dtype), np.True_),
+        lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
+        (x.ndim - 1,),
+    )
+    top = _top(bits)
+    scales = (largest / top).astype(jnp.float32)
+    finite = finite & jnp.isfinite(scales)
+    scales = jnp.where(finite, scales, jnp.nan)[..., None]
+    # A subnormal largest number may have the scale 0: its block becomes zeros.
+    divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
+    steps = x / divisor
+    steps = jnp.round(steps) if drawn is None else jnp.floor(steps + drawn)
+    steps = jnp.clip(steps, -top, top)
+    # A NaN as an integer depends on the platform; the scale tells of it.
+    codes = jnp.where(jnp.isnan(steps), 0.0, steps + top).astype(jnp.uint8)
+    return Coded(x, codes, scales, steps * scales.astype(x.dtype))
+
+
+def _read_linear(codes: Codes, beside: Beside, bits: int) -> Blocks:
+    return (codes.astype(beside.dtype) - _top(bits)) * beside
+
+
+def _top(bits: int) -> int:
+    """The largest number of steps: m."""
+    return 2 ** (bits - 1) - 1
+
+
+# The levels above 0 of 2, 4, 8 and 16 levels that have the least mean squared error for
+# numbers of a normal distribution with variance 1; each is the mean of the numbers that
+# are nearest to it (Lloyd 1957, published 1982; Max 1960).
+_LEVELS = {
+    1: (0.797884561,),
+    2: (0.452780035, 1.510417608),
+    3: (0.245094179, 0.756005281, 1.343909279, 2.151945705),
+    4: (
+        *(0.128395030, 0.388048299, 0.656759119, 0.942340456),
+        *(1.256231197, 1.618046386, 2.069017227, 2.732589571),
+    ),
+}
+
+
+def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+    """The nearest levels of x over its root mean square, times the scale that fits."""
+    levels, half = _LEVELS[bits], 2 ** (bits - 1)
+    x = jnp.where(there, x, 0.0)
+    size = jnp.abs(x) / or_one(jnp.sqrt(_mean_where(x * x, there)))
+    place, level = jnp.zeros(x.shape, jnp.uint8), jnp.full(x.shape, levels[0], x.dtype)
+    for lower, upper in itertools.pairwise(levels):
+        above = size > (lower + upper) / 2
+        place = place + above.astype(jnp.uint8)
+        level = jnp.where(above, np.asarray(upper, x.dtype), level)
+    negative = x < 0
+    codes = jnp.where(negative, half - 1 - place, half + place)
+    level = jnp.where(negative, -level, level)
+    # The best scale for these levels. Without it the codes of a block with a few large
+    # numbers may be further from the block than zeros are.
+    products = jnp.sum(x * level, -1, keepdims=True)
+    squares = jnp.sum(jnp.where(there, level * level, 0.0), -1, keepdims=True)
+    scales = (products / or_one(squares)).astype(jnp.float32)
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    return Coded(x, codes, scales, level * scales.astype(x.dtype))
+
+
+def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
+    above = _LEVELS[bits]
+    levels = [-level for level in reversed(above)] + list(above)
+    return _looked_up(codes, [np.asarray(x, beside.dtype) for x in levels]) * beside
+
+
+def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
+    """Bins around the mean, six standard deviations together; each becomes its mean."""
+    bins = 2**bits
+    x = jnp.where(there, x, 0.0)
+    middle = _mean_where(x, there)
+    apart = jnp.where(there, x - middle, 0.0)
+    width = 6 / bins * jnp.sqrt(_mean_where(apart * apart, there))
+    place = jnp.clip(jnp.round(apart / or_one(width) + bins / 2), 0, bins - 1)
+    codes = jnp.where(jnp.isnan(place), 0.0, place).astype(jnp.uint8)
+    means = [_mean_where(x, there & (codes == number)) for number in range(bins)]
+    table = jnp.concatenate(means, -1).astype(jnp.float32)
+    table = jnp.where(jnp.isfinite(middle), table, jnp.nan)
+    return Coded(x, codes, table, _read_statistical(codes, table.astype(x.dtype), bits))
+
+
+def _read_statistical(codes: Codes, beside: Beside, bits: int) -> Blocks:
+    return _looked_up(codes, jnp.split(beside, 2**bits, axis=-1))
+
+
+def _looked_up(codes: Codes, levels: Sequence[jax.Array | np.ndarray]) -> Blocks:
+    """The level of each code; XLA makes one loop of choices, but not of a gather."""
+    found = jnp.broadcast_to(levels[0], codes.shape)
+    for code, level in enumerate(levels[1:], 1):
+        found = jnp.where(codes == code, level, found)
+    return found
+
+
+def _mean_where(x: Blocks, chosen: There) -> Float[Array, "pieces blocks 1"]:
+    """The mean of the chosen numbers of each block; 0 if there are none."""
+    number = jnp.sum(chosen, -1, dtype=x.dtype, keepdims=True)
+    return jnp.sum(jnp.where(chosen, x, 0.0), -1, keepdims=True) / or_one(number)
+
+
+KINDS = {
+    "linear": Kind((2, 3, 4, 8), lambda bits: 1, _linear, _read_linear),
+    "statistical": Kind(
+        (2, 3, 4), lambda bits: 2**bits, _statistical, _read_statistical
+    ),
+    "lloyd": Kind((1, 2, 3, 4), lambda bits: 1, _lloyd, _read_lloyd),
+}
