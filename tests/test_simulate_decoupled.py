@@ -269,6 +269,9 @@ def test_meetings_merge_by_any_exchange(rule):
     if rule is DILOCO:  # the gradients are 0, 1000 and 2, of eight steps
         moved = 0.1 * 8 * 2
         expected = ROWS - 0.7 * 1.9 * moved
+        radial = quorum(3, merge=oxs.exchange.radial())
+        along = run(grad_fn=grad_fn, rule=rule, meet=radial, until=8).final.center
+        assert_close(along, ROWS - 0.7 * 1.9 * 0.8 * 1002 / 3, 1e-5)
     else:
         expected = ROWS + 3 * 0.1 * -1.6
     assert_close(found.final.center, expected, 1e-5)
@@ -304,6 +307,6 @@ changed(fragments=4)  # ValueError: not a multiple of the 4
 changed(delay=3)  # ValueError: delay=3 is longer
 changed(rule=DILOCO._replace(num_workers=3))  # ValueError: num_workers=3
 changed(rule=ELASTIC, delay=1)  # ValueError: reads the center
-changed(meet=quorum(2, merge=FEEDBACK))  # ValueError: remembers nothing
+quorum(2, merge=FEEDBACK)  # ValueError: remembers nothing
 changed(meet=quorum(2, merge=MEDIAN), weigh=abs)  # ValueError: takes no weights
 """)

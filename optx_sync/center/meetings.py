@@ -37,7 +37,7 @@ class Quorum:
         TypeError: `k` is not an integer, `grace` or `cap` not a number, `merge` not an
             exchange.
         ValueError: `k` is below 1, `grace` or `cap` negative or NaN; there is `merge=`
-            where nothing can be merged, since a meeting is of one.
+            where nothing can be merged, since a meeting is of one, or it has a memory.
 
     Example:
         >>> import optx_sync as oxs
@@ -61,7 +61,12 @@ class Quorum:
         interval("[0, inf]", mend, cap=self.cap, patience=self.patience)
         if self.merge is None:
             return
-        check_exchange(self.merge)
+        if check_exchange(self.merge).remembers:
+            raise ValueError(
+                "merge= combines what has come to the center, which remembers nothing "
+                "of those that came. Pass an exchange without a memory, such as "
+                "oxs.exchange.radial() or median()."
+            )
         if not self.shared:
             raise ValueError(
                 "merge= combines the contributions of a meeting, and with k=1 and "
@@ -155,7 +160,8 @@ def quorum(
     Raises:
         TypeError: `k` is not an integer, `grace` or `cap` not a number, `merge` not an
             exchange.
-        ValueError: A number out of range; `merge=` where a meeting is of one.
+        ValueError: A number out of range; `merge=` where a meeting is of one, or with a
+            memory.
 
     Example:
         >>> import optx_sync as oxs

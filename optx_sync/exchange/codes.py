@@ -2,7 +2,8 @@
 """How the numbers of a block become codes of few bits, and become numbers again.
 
 Beside the codes travel a few float32 of each block: its scale, or a table. Where a
-number of the block is not finite they are NaN, and so is all that is decoded.
+number of the block is not finite they are NaN, and so is all that is decoded. Padding,
+which is not `there`, is 0 and must not change what a block becomes.
 """
 
 import itertools
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
 
 
 def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
-    """Steps of the largest number over m; padding, which is 0, changes nothing."""
+    """Steps of the largest number over m."""
     # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
     # CPUs makes one loop of both together, but three of the maximum of a long row
     # alone.
@@ -98,8 +99,8 @@ _LEVELS = {
 def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     """The nearest levels of x over its root mean square, times the scale that fits."""
     levels, half = _LEVELS[bits], 2 ** (bits - 1)
-    x = jnp.where(there, x, 0.0)
-    size = jnp.abs(x) / or_one(jnp.sqrt(_mean_where(x * x, there)))
+    squares, number = _sums(x * x, there.astype(x.dtype))
+    size = jnp.abs(x) / or_one(jnp.sqrt(squares / or_one(number)))
     place, level = jnp.zeros(x.shape, jnp.uint8), jnp.full(x.shape, levels[0], x.dtype)
     for lower, upper in itertools.pairwise(levels):
         above = size > (lower + upper) / 2
@@ -110,8 +111,7 @@ def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     level = jnp.where(negative, -level, level)
     # The best scale for these levels. Without it the codes of a block with a few large
     # numbers may be further from the block than zeros are.
-    products = jnp.sum(x * level, -1, keepdims=True)
-    squares = jnp.sum(jnp.where(there, level * level, 0.0), -1, keepdims=True)
+    products, squares = _sums(x * level, jnp.where(there, level * level, 0.0))
     scales = (products / or_one(squares)).astype(jnp.float32)
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     return Coded(x, codes, scales, level * scales.astype(x.dtype))
@@ -126,14 +126,21 @@ def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
 def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Coded:
     """Bins around the mean, six standard deviations together; each becomes its mean."""
     bins = 2**bits
-    x = jnp.where(there, x, 0.0)
-    middle = _mean_where(x, there)
+    total, number = _sums(x, there.astype(x.dtype))
+    middle = total / or_one(number)
     apart = jnp.where(there, x - middle, 0.0)
-    width = 6 / bins * jnp.sqrt(_mean_where(apart * apart, there))
+    # As a pair, although the number is known: see `_sums`.
+    squares, number = _sums(apart * apart, there.astype(x.dtype))
+    width = 6 / bins * jnp.sqrt(squares / or_one(number))
     place = jnp.clip(jnp.round(apart / or_one(width) + bins / 2), 0, bins - 1)
     codes = jnp.where(jnp.isnan(place), 0.0, place).astype(jnp.uint8)
-    means = [_mean_where(x, there & (codes == number)) for number in range(bins)]
-    table = jnp.concatenate(means, -1).astype(jnp.float32)
+    chosen = [there & (codes == code) for code in range(bins)]
+    totals = [jnp.where(one, x, 0.0) for one in chosen]
+    found = _sums(*totals, *(one.astype(x.dtype) for one in chosen))
+    table = jnp.concatenate(found[:bins], -1) / or_one(
+        jnp.concatenate(found[bins:], -1)
+    )
+    table = table.astype(jnp.float32)
     table = jnp.where(jnp.isfinite(middle), table, jnp.nan)
     return Coded(x, codes, table, _read_statistical(codes, table.astype(x.dtype), bits))
 
@@ -150,10 +157,18 @@ def _looked_up(codes: Codes, levels: Sequence[jax.Array | np.ndarray]) -> Blocks
     return found
 
 
-def _mean_where(x: Blocks, chosen: There) -> Float[Array, "pieces blocks 1"]:
-    """The mean of the chosen numbers of each block; 0 if there are none."""
-    number = jnp.sum(chosen, -1, dtype=x.dtype, keepdims=True)
-    return jnp.sum(jnp.where(chosen, x, 0.0), -1, keepdims=True) / or_one(number)
+def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
+    """The sums of several arrays over each block, in one loop.
+
+    XLA on CPUs computes a sum of one array alone anew for each number that it serves.
+    """
+    sums = jax.lax.reduce(
+        arrays,
+        tuple(np.zeros((), x.dtype) for x in arrays),
+        lambda one, other: tuple(map(jnp.add, one, other)),
+        (arrays[0].ndim - 1,),
+    )
+    return [x[..., None] for x in sums]
 
 
 KINDS = {

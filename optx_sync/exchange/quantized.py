@@ -151,7 +151,7 @@ def quantized(
         own = [coder.code(*x, keys[0], i) for i, x in enumerate(cut)]
         means, total = coder.to_owners(own, weight, axis_name)
         second = [
-            coder.code(mean, numbers[place][None], keys[1], i)
+            coder.code(mean, numbers[place][None], keys[1], i, padded=False)
             for i, (mean, (_, numbers)) in enumerate(zip(means, cut, strict=True))
         ]
         # The weights travel again, so that their type, too, is equal on all replicas.
@@ -248,14 +248,19 @@ class _Coder(NamedTuple):
         numbers: Int32[Array, " pieces"],
         key: Key[Array, ""] | None = None,
         bucket: int = 0,
+        padded: bool = True,
     ) -> Coded:
-        """The codes of the first so many numbers of each piece of a bucket."""
+        """The codes of the first so many numbers of each piece of a bucket.
+
+        `padded` says whether the others are 0 already.
+        """
         drawn = None
         if key is not None:
             key = jax.random.fold_in(key, bucket)
             drawn = jax.random.uniform(key, x.shape, x.dtype)
         places = jnp.arange(x[0].size, dtype=jnp.int32).reshape(1, *x.shape[1:])
         there = places < numbers[:, None, None]
+        x = x if padded else jnp.where(there, x, 0.0)
         return codes.KINDS[self.kind].code(x, there, self.bits, drawn)
 
     def message(self, coded: Coded) -> Messages:

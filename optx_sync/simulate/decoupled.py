@@ -94,12 +94,6 @@ _NOT_DECOUPLED: Refused[_Terms] = (
         " the rule with own.taken and declare what it reads.",
     ),
     (
-        lambda o: o.merge.remembers,
-        "merge= combines what has come to the center, which remembers nothing of those "
-        "that came. Pass an exchange without a memory, such as "
-        "oxs.exchange.median().",
-    ),
-    (
         lambda o: o.rule.weigh is not None and not o.merge.takes_weights,
         "merge= counts all contributions alike and takes no weights. Leave weigh out, "
         "or merge with another exchange.",

@@ -25,6 +25,7 @@ PARAMS = {
 }
 TARGETS = RNG.normal(size=(WORKERS, STEPS + 40, 8, 2)).astype(np.float32)
 INNER = optax.sgd(0.1, momentum=0.5)
+RADIAL = oxs.exchange.radial(direct=lambda path: path == "['b']")
 DILOCO = oxs.rules.diloco(optax.sgd(0.7, momentum=0.9, nesterov=True))
 
 
@@ -97,6 +98,7 @@ LAWS = {
     "sharded": (DILOCO, {"fragments": 4, "delay": 1, "over": {"data": 4}}),
     "local SGD": (oxs.rules.local_sgd(), {"fragments": 2, "delay": 2}),
     "AGN": (oxs.rules.agn(optax.sgd(0.3)), {"delay": 1}),
+    "radial": (DILOCO, {"fragments": 4, "delay": 1, "exchange": RADIAL}),
 }
 
 
@@ -108,7 +110,8 @@ def test_all_of_equal_speed_are_lockstep(name):
     # With `delay=0` a worker waits for the others, who come in threads of their own
     # on real machines: here the last step of a round is the one that is not waited for.
     wanted, centers = lockstep(rule, **options)
-    server, workers = party(rule, quorum(WORKERS), **options)
+    merge = options.pop("exchange", None)  # which workers do not see
+    server, workers = party(rule, quorum(WORKERS, merge=merge), **options)
     if over is not None:
         for worker in workers:
             worker.shard(NamedSharding(mesh_of(over), PartitionSpec("data")))
