@@ -87,11 +87,12 @@ def loss_of(params, windows):
     return optax.losses.softmax_cross_entropy_with_integer_labels(logits, after).mean()
 
 
-def draw_places(steps, seed, iid):
-    """Where windows start: [steps, WORKERS, BATCH], the same for every method."""
-    edges = np.linspace(0, len(read_text()[1]), WORKERS + 1).astype(int)[:, None]
+def draw_places(steps, seed, iid, workers=WORKERS):
+    """Where windows start: [steps, workers, BATCH], the same for every method."""
+    workers = max(workers, WORKERS)
+    edges = np.linspace(0, len(read_text()[1]), workers + 1).astype(int)[:, None]
     low, high = (0, edges[-1]) if iid else (edges[:-1], edges[1:])
-    shape = steps, WORKERS, BATCH
+    shape = steps, workers, BATCH
     return np.random.default_rng([seed, 1]).integers(low, high - CONTEXT, shape)
 
 
@@ -130,7 +131,8 @@ def make_training(method, steps, evaluations):
         }
 
     def run(rate, seed, iid):
-        places = draw_places(steps, seed, iid)[:, : method.workers].astype(np.int32)
+        number = method.workers
+        places = draw_places(steps, seed, iid, number)[:, :number].astype(np.int32)
         return jax.device_get(train(rate, initial(seed), places, *texts))
 
     return functools.cache(run)
