@@ -40,7 +40,7 @@ WAYS: dict[str, Any] = {
     "rotated, feedback": lambda code: fed(ex.rotated(code, block=BLOCK)),
 }
 FULL: Any = {"steps": 1000, "seeds": 3, "rates": (0.2, 0.4, 0.7, 1.0)}
-FULL |= {"workers": (1, 2, 4, 8, 16), "merges": OUT, "bits": (1, 2, 3, 4)}
+FULL |= {"workers": (1, 2, 4), "merges": OUT, "bits": (1, 2, 3, 4)}
 FULL |= {"ways": tuple(WAYS), "bad": tuple(LIES), "under": tuple(MERGES)}
 SHORT: Any = {"steps": 100, "seeds": 1, "rates": (0.7,), "workers": (2,)}
 SHORT |= {"merges": ("radial",), "bits": (2,), "ways": ("plain",)}
