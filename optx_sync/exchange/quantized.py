@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from optx_sync.checks import check_seed, integer
@@ -239,9 +238,10 @@ class _Coder(NamedTuple):
         shape = self.blocks(rows.size, pieces)
         width, many = shape[1] * shape[2], pieces // len(rows)
         padded = jnp.pad(rows, ((0, 0), (0, many * width - rows.shape[1])))
-        starts = np.arange(pieces, dtype=np.int32) % many * width
-        numbers = np.clip(rows.shape[1] - starts, 0, width)
-        return padded.reshape(shape), jnp.asarray(numbers)
+        # In Python's numbers: those of a large buffer do not fit an int32.
+        starts = [piece % many * width for piece in range(pieces)]
+        numbers = [min(max(rows.shape[1] - start, 0), width) for start in starts]
+        return padded.reshape(shape), jnp.asarray(numbers, jnp.int32)
 
     def code(
         self,
