@@ -233,30 +233,35 @@ class _Coder(NamedTuple):
 
     def in_blocks(
         self, rows: Float[Array, "rows numbers"], pieces: int
-    ) -> tuple[Blocks, Int32[Array, " pieces"]]:
-        """(the rows in so many pieces of blocks, padded; how many numbers each has)."""
+    ) -> tuple[Blocks, Int32[Array, "pieces 2"]]:
+        """(the rows in so many pieces of blocks, padded; how full each piece is).
+
+        That is its full blocks and the numbers in the next one: all its numbers may be
+        more than an int32 counts.
+        """
         shape = self.blocks(rows.size, pieces)
         width, many = shape[1] * shape[2], pieces // len(rows)
         padded = jnp.pad(rows, ((0, 0), (0, many * width - rows.shape[1])))
-        # In Python's numbers: those of a large buffer do not fit an int32.
         starts = [piece % many * width for piece in range(pieces)]
         numbers = [min(max(rows.shape[1] - start, 0), width) for start in starts]
-        return padded.reshape(shape), jnp.asarray(numbers, jnp.int32)
+        full = [divmod(number, shape[2]) for number in numbers]
+        return padded.reshape(shape), jnp.array(full, jnp.int32)
 
     def code(
         self,
         x: Blocks,
-        numbers: Int32[Array, " pieces"],
+        numbers: Int32[Array, "pieces 2"],
         key: Key[Array, ""] | None = None,
         padded: bool = True,
     ) -> _Coded:
-        """The codes of the first so many numbers of each piece.
+        """The codes of the first numbers of each piece, so many as `in_blocks` says.
 
         `padded` says whether the others are 0 already.
         """
         kind = KINDS[self.kind]
-        places = jnp.arange(x[0].size, dtype=jnp.int32).reshape(1, *x.shape[1:])
-        there = places < numbers[:, None, None]
+        full, rest = jnp.moveaxis(numbers[..., None, None], 1, 0)
+        block, place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, i) for i in (1, 2))
+        there = (block < full) | ((block == full) & (place < rest))
         x = x if padded else jnp.where(there, x, 0.0)
         drawn = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         codes, beside = kind.code(x, there, self.bits, drawn)
