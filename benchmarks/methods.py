@@ -348,7 +348,7 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}, {PARTS} parts, {LATER} steps late; 5 of {WORKERS} "
         "meet, a grace of 1, weights tokens^2 / steps, plain mean; published H = P = "
         "24 and a radial mean, whose outer rates are not",
-        "Douillard et al. 2026, arXiv 2604.21428",
+        "Decoupled DiLoCo 2026, arXiv 2604.21428",
         hidden=True,
         arrives="quorum",
     ),
