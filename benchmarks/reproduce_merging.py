@@ -82,7 +82,7 @@ def lying(factor):
         times = jnp.where(jax.lax.axis_index(AXIS) == 0, factor, 1.0)
         return jax.tree.map(lambda x: times.astype(x.dtype) * x, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def with_a_bad_one(merge, what, steps, seeds):
