@@ -71,7 +71,7 @@ def _top(bits: int) -> int:
 # The levels above 0 of 2, 4, 8 and 16 levels that have the least mean squared error for
 # numbers of a normal distribution with variance 1; each is the mean of the numbers that
 # are nearest to it (Lloyd 1957, published 1982; Max 1960).
-LEVELS = {
+LEVELS: dict[int, tuple[float, ...]] = {
     1: (0.797884561,),
     2: (0.452780035, 1.510417608),
     3: (0.245094179, 0.756005281, 1.343909279, 2.151945705),
