@@ -139,4 +139,4 @@ def test_refused(call, said):
 def test_workers_that_lie_on_two_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with refused("ValueError: one process has all devices of a worker along 'pods'"):
-        oxs.Workers(2, "pods", mesh=mesh_of({"pods": 2})).here  # noqa: B018
+        _ = oxs.Workers(2, "pods", mesh=mesh_of({"pods": 2})).here

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized means: codes of 8 or 4 bits with a scale per block, in two hops."""
+"""Quantized means: codes of 1 to 8 bits, with scales or tables, in two hops."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
