@@ -296,4 +296,5 @@ def test_a_process_is_killed_and_the_others_go_on(tmp_path):
     lives = ((3, 2, 1), (2, 1, 0))
     state: Any = uninterrupted(DILOCO, lives, mesh=True)[0]
     center = np.load(tmp_path / "center.npy")
-    np.testing.assert_array_equal(center, state[1].center["w"])
+    # Gloo and the collective of one process add three numbers in orders of their own.
+    np.testing.assert_allclose(center, state[1].center["w"], rtol=1e-6)

@@ -30,7 +30,7 @@ from optx_sync.comm.varying import localize
 from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, brief, call_it, is_slices, leaves_with_names
 
-# Scalars that may travel with the arrays, by name.
+# Scalars of a wrapper that may travel with the arrays, by name.
 Scalars: TypeAlias = dict[str, Shaped[Array, ""]]
 
 
@@ -47,7 +47,7 @@ class Met(NamedTuple):
     # In units of weight times value; `None` if no loss is known.
     lost: Tree | None = None
     state: Tree = ()  # what this replica remembers now
-    also: Tree = None  # the sums of the scalars, by their names
+    also: Tree = None  # the sums of the scalars
 
 
 class Code(NamedTuple):
@@ -83,7 +83,7 @@ class Exchange(NamedTuple):
         meet: `(tree, state, axis_name, *, weight=None, also=None) -> Met`, where the
             axis is mapped. `weight` is this replica's, a scalar that is not negative;
             `None`: all count the same. A replica of weight 0 leaves no trace, NaN or
-            not; if all weights are 0 the mean is zero. `also` is a dictionary of this
+            not; if all weights are 0 the mean is zero. `also` is a tree of this
             replica's scalars, to be summed over all replicas: they travel with the
             arrays if the exchange can carry them. An `exact` exchange takes
             `group_assignment` as well.
@@ -207,8 +207,8 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
     return exchange._replace(meet=_on_shards(exchange, _complete(exchange)))
 
 
-def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
-    """The sums of scalars that could not travel with the arrays."""
+def summed(also: Tree, axis_name: AxisName) -> Tree:
+    """The sums of a tree of scalars that could not travel with the arrays."""
     if also is None:
         return None
     return reduce(localize(also, axis_name), axis_name, reduction="sum")
