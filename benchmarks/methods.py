@@ -137,6 +137,7 @@ class Method(NamedTuple):
     period: Any = None  # a schedule of steps between rounds, if it is no number
     hidden: bool = False  # what is sent has a step's time to travel
     arrives: str = ""  # a simulator, if workers do not march in step
+    by: Any = None  # its rule of the center, or when a meeting of it is full
 
 
 def rate_of(steps: int) -> optax.Schedule:
@@ -159,6 +160,11 @@ INNER = {
         muon_weight_dimension_numbers=_matrices,
         adam_learning_rate=rate,
     ),
+    "signs": lambda rate: optax.chain(
+        optax.scale_by_sign(),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(scaled(rate, 1e-3)),
+    ),
 }
 
 
@@ -171,7 +177,6 @@ def _matrices(params):
 
 
 PARTS, LATER = 4, 2
-QUORUM = oxs.runtime.quorum(5, grace=1.0)
 ex, fed = oxs.exchange, oxs.exchange.error_feedback
 seldom: Any = {"axis_name": AXIS, "communication_period": PERIOD}
 
@@ -186,6 +191,29 @@ def replicas(exchange=None) -> Callable:
 
 def gossip(graph) -> Callable:
     return lambda inner: oxs.gossip(inner, AXIS, graph=graph)
+
+
+def muloco(momentum, exchange=None, rate=0.7) -> Callable:
+    return lambda inner: oxs.diloco(
+        oxs.cross_shard(inner, "chips", shard_state="leaves"),
+        "pods",
+        outer=optax.sgd(rate, momentum, nesterov=True),
+        exchange=exchange,
+        communication_period=30,
+    )
+
+
+def lion(inner) -> optax.GradientTransformation:
+    own = optax.scale_by_lion(b1=0.9, b2=0.99)
+    return optax.chain(own, oxs.all_reduce_grads(AXIS, exchange=ex.quantized(1)), inner)
+
+
+def quorum(merge=None) -> Any:
+    return oxs.runtime.quorum(5, grace=1.0, merge=merge)
+
+
+def late(outer) -> Any:
+    return oxs.rules.diloco(outer=outer)
 
 
 def post_local(steps: int) -> optax.Schedule:
@@ -203,6 +231,16 @@ STREAMING = "Douillard et al. 2025, arXiv 2501.18512"
 ROBUST = "one of eight may lie; published for gradients"
 SPARSE = fed(ex.top_k(64, 4096, bits=2), decay=0.95)
 BITS4 = ex.quantized(bits=4)
+RADIAL = ex.radial(direct=lambda path: "table" in path)
+DECOUPLED: Any = {"kind": "asynchronous", "hidden": True, "arrives": "quorum"}
+DECOUPLED |= {"wrap": diloco(fragments=PARTS, delay=LATER)}
+DECOUPLED |= {"source": "Decoupled DiLoCo 2026, arXiv 2604.21428"}
+
+
+def lloyd(bits):
+    return ex.quantized(bits, code="lloyd")
+
+
 METHODS = {
     "data parallel": Method(
         "gradients", replicas(), "the mean in every step: one device, too", "-"
@@ -226,6 +264,22 @@ METHODS = {
         replicas(fed(ex.power_sgd(2))),
         "rank 2 with feedback; published inside of SGD with momentum",
         "Vogels et al. 2019, arXiv 1905.13727",
+    ),
+    "DeMo": Method(
+        "gradients",
+        replicas(fed(ex.rotated(ex.top_k(32, 4096), "dct", 64), decay=0.999)),
+        "32 of 4096 after a DCT of 64, feedback 0.999, signs, rate 0.001, weight decay "
+        "0.1",
+        "Peng et al. 2024, arXiv 2411.19870",
+        inner="signs",
+    ),
+    "Distributed Lion": Method(
+        "gradients",
+        lion,
+        "Lion 0.9 / 0.99 of each worker, a majority of 1 bit, rate 0.001, weight decay "
+        "0.1",
+        "Liu et al. 2024, arXiv 2404.00438",
+        inner="signs",
     ),
     "EASGD": Method(
         "center",
@@ -284,6 +338,35 @@ METHODS = {
         f"a milder outer Nesterov, found on another small model; H = {PERIOD}",
         "benchmarks/results/reproduce_diloco.md",
     ),
+    "DES-LOC": Method(
+        "center",
+        lambda inner: oxs.local_sgd(
+            inner,
+            AXIS,
+            inner_state={"mu": 3, "nu": 6},
+            communication_period=PERIOD,
+        ),
+        f"no outer step; Adam's moments meet in every 3rd and 6th round; H = {PERIOD}",
+        "Iacob et al. 2025, arXiv 2505.22549",
+    ),
+    "DiLoCo, radial": Method(
+        "merge",
+        diloco(exchange=RADIAL),
+        f"0.7 / 0.9, H = {PERIOD}; of the embeddings the plain mean",
+        "Decoupled DiLoCo 2026, arXiv 2604.21428",
+    ),
+    "DiLoCo, penalised": Method(
+        "merge",
+        diloco(exchange=ex.penalized(warmup=10)),
+        f"0.7 / 0.9, H = {PERIOD}; 10 rounds of warm-up, published 120",
+        "EDiT 2024, arXiv 2412.07210",
+    ),
+    "DiLoCo, elected": Method(
+        "merge",
+        diloco(exchange=ex.elected()),
+        f"0.7 / 0.9, H = {PERIOD}; nothing trimmed; published for whole models",
+        "TIES: Yadav et al. 2023, arXiv 2306.01708",
+    ),
     "DiLoCo, 8 bits": Method(
         "codes",
         diloco(exchange=ex.quantized(bits=8)),
@@ -301,6 +384,27 @@ METHODS = {
         diloco(exchange=fed(BITS4)),
         "the same with error feedback",
         "Karimireddy et al. 2019, arXiv 1901.09847",
+    ),
+    "DiLoCo, 3 bits, feedback": Method(
+        "codes",
+        diloco(exchange=fed(lloyd(3))),
+        "Lloyd's levels of a normal distribution, error feedback",
+        "Lloyd 1982",
+    ),
+    "DiLoCo, 2 bits, feedback": Method(
+        "codes",
+        diloco(exchange=fed(lloyd(2))),
+        "the same in 2 bits",
+        "Lloyd 1982",
+    ),
+    "DiLoCo, 2 bits, rotated": Method(
+        "codes",
+        diloco(exchange=ex.rotated(lloyd(2), block=256)),
+        "in a rotated basis, without feedback",
+        "-",
+    ),
+    "DiLoCo, 1 bit, rotated": Method(
+        "codes", diloco(exchange=ex.rotated(lloyd(1), block=256)), "the same", "-"
     ),
     "DiLoCo, in parts": Method(
         "codes",
@@ -321,16 +425,30 @@ METHODS = {
         f"64 of 4096 in 2 bits, decay 0.95, outer SGD 1.0; H = {PERIOD}, published 30",
         "Sarfi et al. 2025, arXiv 2508.15706",
     ),
+    "Covenant": Method(
+        "codes",
+        diloco(exchange=ex.clipped("median", SPARSE), outer=optax.sgd(1.0)),
+        "the same, contributions clipped to their median norm",
+        "Lidin et al. 2026, arXiv 2603.08163",
+    ),
     "MuLoCo": Method(
         "center",
-        lambda inner: oxs.diloco(
-            oxs.cross_shard(inner, "chips", shard_state="leaves"),
-            "pods",
-            outer=optax.sgd(0.7, 0.6, nesterov=True),
-            communication_period=30,
-        ),
+        muloco(0.6),
         "Muon 0.02, outer Nesterov 0.7 / 0.6, H = 30; 4 pods of 2 chips, each matrix "
         "whole on its owner",
+        "Therien et al. 2025, arXiv 2505.23725",
+        inner="muon",
+        axes={"pods": 4, "chips": 2},
+    ),
+    "MuLoCo, 2 bits": Method(
+        "codes",
+        muloco(
+            0.9,
+            fed(ex.quantized(2, 4096, code="statistical"), decay=0.9),
+            rate=0.8,
+        ),
+        "the same with outer Nesterov 0.8 / 0.9, statistical 2 bits in blocks of 4096, "
+        "feedback of which 0.9 is kept",
         "Therien et al. 2025, arXiv 2505.23725",
         inner="muon",
         axes={"pods": 4, "chips": 2},
@@ -341,16 +459,33 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}; workers meet the center one by one",
         "Liu et al. 2024, arXiv 2401.09135",
         arrives="center",
+        by=late(oxs.outer.delayed_nesterov(0.7, momentum=0.9)),
+    ),
+    "HeLoCo": Method(
+        "asynchronous",
+        lambda inner: oxs.diloco(inner, **seldom),
+        f"the defaults of oxs.outer.heloco(0.7), H = {PERIOD}; none were published",
+        "HeLoCo 2026, arXiv 2606.00271",
+        arrives="center",
+        by=late(oxs.outer.heloco(0.7)),
     ),
     "Decoupled DiLoCo": Method(
-        "asynchronous",
-        diloco(fragments=PARTS, delay=LATER),
-        f"0.7 / 0.9, H = {PERIOD}, {PARTS} parts, {LATER} steps late; 5 of {WORKERS} "
-        "meet, a grace of 1, weights tokens^2 / steps, plain mean; published H = P = "
-        "24 and a radial mean, whose outer rates are not",
-        "Decoupled DiLoCo 2026, arXiv 2604.21428",
-        hidden=True,
-        arrives="quorum",
+        settings=f"0.7 / 0.9, H = {PERIOD}, {PARTS} parts, {LATER} steps late; 5 of "
+        f"{WORKERS} meet, a grace of 1, weights tokens^2 / steps, plain mean; "
+        "published H = P = 24 and a radial mean, whose outer rates are not",
+        by=quorum(),
+        **DECOUPLED,
+    ),
+    "Decoupled DiLoCo, radial": Method(
+        settings="the same with the radial mean, of the embeddings the plain one",
+        by=quorum(RADIAL),
+        **DECOUPLED,
+    ),
+    "GASLoC": Method(
+        "partners",
+        lambda inner: oxs.gossip(inner, outer=oxs.outer.gasloc(0.7, 0.5), **seldom),
+        f"two neighbours, outer 0.7 / 0.5, H = {PERIOD}; constants not found",
+        "GASLoC 2026, arXiv 2606.11081",
     ),
     "NoLoCo": Method(
         "partners",

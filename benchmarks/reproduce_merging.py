@@ -1,6 +1,6 @@
 """Reproduction: other merges than the mean, codes of 1 to 4 bits, and bad workers.
 
-python benchmarks/reproduce_merging.py           # half an hour alone on two cores
+python benchmarks/reproduce_merging.py           # an hour alone on two cores
 python benchmarks/reproduce_merging.py --quick   # seconds, shows that it runs
 """
 
@@ -11,19 +11,22 @@ from typing import Any
 import characters
 import jax
 import jax.numpy as jnp
+import methods
 import numpy as np
 import optax
-from by_hand import AXIS
-from characters import WORKERS, Method, percent
+from by_hand import AXIS, begun, update
+from characters import COMMON_RATE, WORKERS, Method, percent
 from report import Line, Panel, each, of_seeds, processes
-from training import on_a_ring
+from training import on_a_ring, workers_step
 
 import optx_sync as oxs
 
 PERIOD, BLOCK = 50, 256
 ex, fed = oxs.exchange, oxs.exchange.error_feedback
-# An embedding has rows that a worker hardly moves: published with a plain mean.
-DIRECT = {"direct": lambda path: "embedding" in path or "output" in path}
+# An embedding has rows that a worker hardly moves: published with a plain mean. The
+# transformer has one table for what comes in and what goes out.
+DIRECT = {"direct": lambda path: any(name in path for name in TABLES)}
+TABLES = "embedding", "output", "table"
 MERGES: dict[str, Any] = {
     "mean": ex.all_reduce,
     "radial": lambda: ex.radial(**DIRECT),
@@ -32,18 +35,25 @@ MERGES: dict[str, Any] = {
     "clipped to the median": lambda: ex.clipped("median"),
 }
 OUT = "mean", "radial", "penalised"  # those whose outer rates are sought
-LIES = {"none": 1.0, "poisoned": -10.0, "exploding": 1e3}
+# What the first worker multiplies its updates by, and from which part of the run on.
+LIES = {"none": (1.0, 0.0), "poisoned": (-10.0, 0.0), "exploding": (1e3, 0.0)}
+LIES |= {"poisoned, later": (-10.0, 0.5), "exploding, later": (1e3, 0.5)}
+SLOWNESS = 3  # steps of the others for one of the slow worker's
 WAYS: dict[str, Any] = {
     "plain": lambda code: code,
     "feedback": fed,
+    "feedback, 0.9 kept": lambda code: fed(code, decay=0.9),
     "rotated": lambda code: ex.rotated(code, block=BLOCK),
     "rotated, feedback": lambda code: fed(ex.rotated(code, block=BLOCK)),
 }
-FULL: Any = {"steps": 1000, "seeds": 3, "rates": (0.2, 0.4, 0.7, 1.0)}
-FULL |= {"workers": (1, 2, 4), "merges": OUT, "bits": (1, 2, 3, 4)}
+FULL: Any = {"steps": 1000, "seeds": 3, "rates": (0.2, 0.4, 0.7, 1.0, 1.3)}
+FULL |= {"workers": (1, 2, 4, 8, 16), "merges": OUT, "bits": (1, 2, 3, 4)}
+FULL |= {"large": ((1, 4, 16), (0.4, 0.7, 1.0))}  # workers and rates, transformer
 FULL |= {"ways": tuple(WAYS), "bad": tuple(LIES), "under": tuple(MERGES)}
+FULL |= {"speeds": ("at full speed", "slow, by its steps", "slow, alike", "awaited")}
 SHORT: Any = {"steps": 100, "seeds": 1, "rates": (0.7,), "workers": (2,)}
 SHORT |= {"merges": ("radial",), "bits": (2,), "ways": ("plain",)}
+SHORT |= {"large": ((2,), (0.7,)), "speeds": ("slow, by its steps",)}
 SHORT |= {"bad": ("poisoned",), "under": ("penalised",)}
 
 
@@ -58,10 +68,14 @@ def losses_of(method, steps, seeds):
     return characters.all_seeds(train, seeds)["test"]
 
 
+def merged(merge, period=PERIOD, rate=0.4):
+    """DiLoCo with a merge and an outer rate."""
+    return characters.meeting(period, outer=outer(rate), exchange=MERGES[merge]())
+
+
 def at_rate(merge, workers, rate, steps, seeds):
     """With a merge, so many workers and an outer rate."""
-    found = characters.meeting(PERIOD, outer=outer(rate), exchange=MERGES[merge]())
-    return losses_of(found._replace(workers=workers), steps, seeds)
+    return losses_of(merged(merge, rate=rate)._replace(workers=workers), steps, seeds)
 
 
 def coded(bits, way, rate=0.4):
@@ -75,25 +89,98 @@ def in_bits(bits, way, steps, seeds):
     return losses_of(coded(bits, way), steps, seeds)
 
 
-def lying(factor):
-    """Multiplies what the first worker moves."""
+def of_transformer(merge, workers, rate, steps, seeds):
+    """The same of the transformer of the table of all methods, with its AdamW."""
+    inner = optax.adamw(methods.rate_of(steps))
+    given = {"axis_name": AXIS, "communication_period": PERIOD}
+    tx = oxs.diloco(inner, outer=outer(rate), exchange=MERGES[merge](), **given)
+    text, test = (jnp.asarray(methods.texts()[name]) for name in ("train", "test"))
+    window = jnp.arange(methods.CONTEXT + 1)
+    shape = steps, workers, methods.BATCH, 1
 
-    def update(updates, state, params=None):
-        times = jnp.where(jax.lax.axis_index(AXIS) == 0, factor, 1.0)
-        return jax.tree.map(lambda x: times.astype(x.dtype) * x, updates), state
+    @jax.jit
+    def train(start, places):
+        step = workers_step(tx, start, jax.grad(methods.loss_of), update)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+        def advance(carry, places):
+            return step(*carry, text[places + window]), None
+
+        carry = jax.lax.scan(advance, begun(tx, start, workers), places)[0]
+        return methods.loss_of(oxs.center_params(carry[1], start), test)
+
+    losses = []
+    for seed in range(seeds):
+        rng = np.random.default_rng((seed, 1))
+        places = rng.integers(0, len(text) - methods.CONTEXT, shape)
+        losses.append(float(train(methods.initial(seed), places)))
+    return np.array(losses)
+
+
+def lying(factor, since):
+    """Multiplies what the first worker moves, from a step on."""
+
+    def times(step):
+        lies = (jax.lax.axis_index(AXIS) == 0) & (step >= since)
+        return jnp.where(lies, factor, 1.0)
+
+    return optax.scale_by_schedule(times)
 
 
 def with_a_bad_one(merge, what, steps, seeds):
     """Where one of the workers is not like the others."""
-    given = {"axis_name": AXIS, "communication_period": PERIOD}
-    given |= {"outer": outer(0.4), "exchange": MERGES[merge]()}
+    factor, since = LIES[what]
+    liar = lying(factor, round(since * steps))
 
     def wrap(inner):
-        return oxs.diloco(optax.chain(inner, lying(LIES[what])), **given)
+        return merged(merge).wrap(optax.chain(inner, liar))
 
     return losses_of(Method(wrap, PERIOD), steps, seeds)
+
+
+def at_its_pace(steps):
+    """AdamW, with fewer steps of the first worker, at the rate of the others."""
+
+    def there(step, **_):
+        return (jax.lax.axis_index(AXIS) > 0) | (step % SLOWNESS == SLOWNESS - 1)
+
+    slow = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-4))
+    rate = optax.cosine_decay_schedule(COMMON_RATE, steps)
+    return optax.chain(
+        optax.conditionally_mask(slow, there), optax.scale_by_learning_rate(rate)
+    )
+
+
+def one_slow(merge, steps, seeds, weight=1 / SLOWNESS):
+    """The first worker makes a third of the steps, and counts as much as `weight`."""
+
+    def wrap(inner):
+        tx = merged(merge).wrap(at_its_pace(steps))
+
+        def update(updates, state, params=None):
+            own = jnp.where(jax.lax.axis_index(AXIS) == 0, weight, 1.0)
+            return tx.update(updates, state, params, weight=own)
+
+        return optax.GradientTransformation(tx.init, update)
+
+    return losses_of(Method(wrap, PERIOD), steps, seeds)
+
+
+def all_wait(merge, steps, seeds):
+    """Of all a third of the steps, and as many meetings."""
+    return losses_of(merged(merge, PERIOD // SLOWNESS), steps // SLOWNESS, seeds)
+
+
+SPEEDS = {
+    "at full speed": lambda merge, **plan: losses_of(merged(merge), **plan),
+    "slow, by its steps": one_slow,
+    "slow, alike": functools.partial(one_slow, weight=1.0),
+    "awaited": all_wait,
+}
+
+
+def at_speeds(merge, speed, steps, seeds):
+    """Where one of the workers is slow, after the same time."""
+    return SPEEDS[speed](merge, steps=steps, seeds=seeds)
 
 
 def at_point(function, plan, point):
@@ -108,27 +195,45 @@ def everywhere(page, function, plan, *axes):
     return each(what, at, itertools.product(*axes), processes(page.quick))
 
 
-def study(page, settings):
-    """Train everything, and write down what was found."""
-    plan = {key: settings[key] for key in ("steps", "seeds")}
-    merges, numbers, rates = (settings[key] for key in ("merges", "workers", "rates"))
-    found = everywhere(page, at_rate, plan, merges, numbers, rates)
+def rates_of(page, name, title, found, merges, numbers, rates):
+    """A table of the best outer rates, and panels of the losses at all."""
     rows, panels = [], []
     for number in numbers:
         lines, cells = [], []
         for merge in merges:
             losses = np.array([found[merge, number, rate] for rate in rates])
-            means = losses.mean(1)
-            best = int(means.argmin())
+            best = int(losses.mean(1).argmin())
             cells += [rates[best], of_seeds(losses[best], ".3f")]
             lines.append(Line(merge, rates, losses.T))
         rows.append((number, *cells))
-        panels.append(Panel("outer rate", f"{number} workers, test loss", lines))
-    page.table("rates", rows, merges=" | ".join(f"{m} | loss" for m in merges))
+        panels.append(Panel("outer rate", f"{number} workers, test loss", lines, title))
+    page.table(name, rows, merges=" | ".join(f"{m} | loss" for m in merges))
+    return panels
+
+
+def over_merges(page, name, function, plan, merges, conditions):
+    """A table of the losses under each merge, in each condition."""
+    losses = everywhere(page, function, plan, merges, conditions)
+    rows = [
+        (merge, *(of_seeds(losses[merge, at], ".3f") for at in conditions))
+        for merge in merges
+    ]
+    page.table(name, rows, conditions=" | ".join(conditions))
+
+
+def study(page, settings):
+    """Train everything, and write down what was found."""
+    plan = {key: settings[key] for key in ("steps", "seeds")}
+    merges, numbers, rates = (settings[key] for key in ("merges", "workers", "rates"))
+    small = everywhere(page, at_rate, plan, merges, numbers, rates)
+    some, of_some = settings["large"]
+    large = everywhere(page, of_transformer, plan, merges, some, of_some)
+    title = "character model"
+    panels = rates_of(page, "rates", title, small, merges, numbers, rates)
+    title = "transformer"
+    panels += rates_of(page, title, title, large, merges, some, of_some)
     page.picture(panels, columns=3)
-    exact = losses_of(
-        characters.meeting(PERIOD, outer=outer(0.4), exchange=ex.all_reduce()), **plan
-    )
+    exact = losses_of(merged("mean"), **plan)
     whole = on_a_ring(characters.sent_by(characters.meeting(PERIOD)), WORKERS)
     rows = []
     losses = everywhere(page, in_bits, plan, settings["bits"], settings["ways"])
@@ -137,12 +242,9 @@ def study(page, settings):
         over = [percent(losses[bits, way], exact)[1] for way in settings["ways"]]
         rows.append((bits, f"{sent / whole:.3f}", *over))
     page.table("bits", rows, ways=" | ".join(settings["ways"]))
-    losses = everywhere(page, with_a_bad_one, plan, settings["under"], settings["bad"])
-    rows = [
-        (merge, *(of_seeds(losses[merge, bad], ".3f") for bad in settings["bad"]))
-        for merge in settings["under"]
-    ]
-    page.table("bad", rows, bad=" | ".join(settings["bad"]))
+    under = settings["under"]
+    over_merges(page, "bad", with_a_bad_one, plan, under, settings["bad"])
+    over_merges(page, "speeds", at_speeds, plan, under, settings["speeds"])
     page.data(settings=settings)
 
 

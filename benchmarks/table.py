@@ -28,7 +28,6 @@ from methods import (
     METHODS,
     PARTS,
     PERIOD,
-    QUORUM,
     STEPS,
     WORKERS,
     Method,
@@ -53,10 +52,12 @@ WELL, SLOW, LOST = "all well", "one slow", "one lost"
 LIES = {"one poisoned": -10.0, "one exploding": 1e3}
 APART = ("EASGD", "local SGD", "DiLoCo", "delayed Nesterov", "NoLoCo")
 TROUBLED = ("data parallel", "backup workers", *APART, "gossip, exponential")
-TROUBLED += ("Decoupled DiLoCo",)
+MERGED = "DiLoCo, radial", "DiLoCo, penalised"
+TROUBLED += ("Decoupled DiLoCo", "Decoupled DiLoCo, radial", "HeLoCo", *MERGED)
 RULES = ("median", "trimmed mean", "Krum", "geometric median", "clipped to the median")
 LIED_TO = ("data parallel", *RULES, "EASGD", "DiLoCo", "DiLoCo, clipped")
 LIED_TO += "DiLoCo, median", "NoLoCo", "gossip, exponential"
+LIED_TO += (*MERGED, "DiLoCo, elected")
 STUDIED = dict.fromkeys((SLOW, LOST), TROUBLED) | dict.fromkeys(LIES, LIED_TO)
 SLOWNESS = 3  # a slow worker's step takes so many of the others'
 SECOND = "second task"  # after a whole run, a quarter of its steps of data parallel
@@ -204,7 +205,7 @@ def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
                 lambda worker, step: seconds[worker, step % job.steps],
                 until=job.steps,
                 num_workers=WORKERS,
-                meet=QUORUM,
+                meet=method.by,
                 communication_period=PERIOD,
                 fragments=PARTS,
                 delay=LATER,
@@ -218,7 +219,7 @@ def as_they_arrive(job: Job, seed: int) -> tuple[list[float], Tree]:
             return curve, found.final.center
         found = oxs.simulate.asynchronous(
             inner,
-            oxs.rules.diloco(outer=oxs.outer.delayed_nesterov(0.7, momentum=0.9)),
+            method.by,
             start,
             grad_fn,
             order,
