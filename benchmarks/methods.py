@@ -137,6 +137,7 @@ class Method(NamedTuple):
     period: Any = None  # a schedule of steps between rounds, if it is no number
     hidden: bool = False  # what is sent has a step's time to travel
     arrives: str = ""  # a simulator, if workers do not march in step
+    share: float = 1.0  # of a round's bytes, that leave in the mean of all rounds
     by: Any = None  # its rule of the center, or when a meeting of it is full
 
 
@@ -348,6 +349,7 @@ METHODS = {
         ),
         f"no outer step; Adam's moments meet in every 3rd and 6th round; H = {PERIOD}",
         "Iacob et al. 2025, arXiv 2505.22549",
+        share=(1 + 1 / 3 + 1 / 6) / 3,
     ),
     "DiLoCo, radial": Method(
         "merge",

@@ -75,6 +75,7 @@ def traffic(name: str, steps: int) -> Traffic:
         for way in ways
     )
     parameters = sum(x.size for x in jax.tree.leaves(large))
+    rounds *= method.share
     return Traffic(rounds * sent / parameters, rounds * messages, method.hidden)
 
 

@@ -94,7 +94,8 @@ def strategy(
 
     Returns:
         The rows, with `communication_period` of a center rule as the period; of another
-        optimizer, or where links of a chain stand around the rule, 1.
+        optimizer, or where links of a chain stand around the rule, 1. Fields that
+        `inner_state={"nu": 6}` averages in some rounds only are rows of every round.
 
     Raises:
         ValueError: The workers are simulated on one device, where nothing is sent; or
