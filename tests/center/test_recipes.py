@@ -21,11 +21,11 @@ START = RNG.normal(size=D).astype(np.float32)
 GRADS = RNG.normal(size=(40, N, D)).astype(np.float32)
 
 
-def by_recipe(name, axis="clients"):
+def by_recipe(name, axis="clients", mesh=None):
     """The parameters [steps, N, D] of workers with given gradients."""
     grads = GRADS.swapaxes(0, 1).copy()
-    txs = {name: RECIPES[name]}
-    history, _ = contexts.by_workers(oxs.Workers(N, axis), txs, START, grads)
+    workers, txs = oxs.Workers(N, axis, mesh=mesh), {name: RECIPES[name]}
+    history, _ = contexts.by_workers(workers, txs, START, grads)
     return np.asarray(history[name]).swapaxes(0, 1)
 
 
@@ -98,6 +98,7 @@ def test_scaffold():
     expected = list(by_paper(10, absorb, correct=lambda: mean - own))
     found = by_recipe("scaffolded")
     np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_array_equal(by_recipe("scaffolded", mesh=True), found)
     plain = list(by_paper(10, lambda c, x: x.mean(0)))
     assert np.abs(found - plain).max() > 0.1
 
