@@ -44,7 +44,7 @@ def program(context, function):
 
 
 def run(context, function, *args):
-    return program(context, function)(*args)
+    return jax.device_get(program(context, function)(*args))
 
 
 def over(sizes, function, check_vma, specs, out=None, **manual):

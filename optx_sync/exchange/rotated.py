@@ -45,7 +45,7 @@ def rotated(
     what is smooth becomes a few large numbers, for `top_k`, as in DeMo.
 
     Both are linear and keep norms, so the law of exchanges holds. H takes log2(B)
-    additions a number, each a pass over the data on CPUs, the DCT B products. Padding
+    additions a number, two of them in a pass over the data, the DCT B products. Padding
     is rotated too: up to B - 1 numbers more travel with each bucket (of one smaller
     than a block the block is the next power of two). A NaN spreads over its block.
 
@@ -202,13 +202,26 @@ def _hadamard(x: Float[Array, "*rows block"]) -> Float[Array, "*rows block"]:
     """The Walsh-Hadamard transform of the last axis, with norms kept.
 
     By additions in a fixed order, so that all replicas, a server and its workers get
-    the same bits. A product of matrices, faster on CPUs, does not promise that.
+    the same bits. A product of matrices, no faster on CPUs, does not promise that.
     """
-    y = x
-    for _ in range(int(math.log2(x.shape[-1]))):
-        even, odd = y[..., 0::2], y[..., 1::2]
-        y = jnp.concatenate([even + odd, even - odd], axis=-1)
-    return y * np.asarray(1 / math.sqrt(x.shape[-1]), x.dtype)
+    *rows, size = x.shape
+    y, stride = x, size
+    while stride > 1:  # two steps of the transform in a pass over the data
+        ways = min(4, stride)
+        stride //= ways
+        y = y.reshape(*rows, size // (ways * stride), ways, stride)
+        y = jnp.stack(_sums([y[..., way, :] for way in range(ways)]), axis=-2)
+    return y.reshape(x.shape) * np.asarray(1 / math.sqrt(size), x.dtype)
+
+
+def _sums(parts: list[jax.Array]) -> list[jax.Array]:
+    """The transform over a list of arrays, with numbers 1 and -1."""
+    if len(parts) == 1:
+        return parts
+    half = len(parts) // 2
+    low, high = _sums(parts[:half]), _sums(parts[half:])
+    both = list(zip(low, high, strict=True))
+    return [a + b for a, b in both] + [a - b for a, b in both]
 
 
 def _dct(size: int) -> np.ndarray:
