@@ -82,7 +82,8 @@ def quantized(
 
     A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
     coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
-    what is smaller than s/2 is biased in every step; below 4 bits always feed it back.
+    what is smaller than s/2 is biased in every step; below 4 bits feed it back, or
+    rotate.
     Coding pays off where links are slower than about 10 Gbit/s; within one machine an
     all-reduce is faster.
 

@@ -86,8 +86,10 @@ def test_few_lines_change(style):
             assert 0 < changed(made[before], made[name]) <= most, name
 
 
-# Replicas and pods are the same lines in each style: those of one are run.
-OF_ONE, STYLE = ("replicas", "pods"), "nnx"
+# In which styles alone some are run: replicas and pods are the same lines in each, and
+# the plain program is in what becomes of it.
+STYLE = "nnx"
+RUN = {"replicas": (STYLE,), "pods": (STYLE,), "plain": (STYLE, "pmap")}
 # One after another in one process, whose small programs compile once.
 ALL = """
 import runpy, sys
@@ -104,7 +106,7 @@ def trained(tmp_path_factory):
     asked, runs = [], []
     for style in TABS:
         for name, lines in programs(style).items():
-            if name in OF_ONE and style != STYLE:
+            if style not in RUN.get(name, TABS):
                 continue
             script = folder / f"{style}_{name}.py"
             script.write_text("\n".join(lines))
@@ -129,8 +131,8 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("style", TABS)
 def test_they_train(style, trained):
     """Also from a checkpoint: the same program, and with six workers in its place."""
-    alone = trained[style, "plain"]
-    assert alone.keys() == trained[style, "diloco"].keys() == {0, 10}
+    assert trained[style, "diloco"].keys() == {0, 10}
+    alone = trained.get((style, "plain"), {})
     if style == STYLE:
         # Replicas make the update of one device, with other dropout masks.
         assert trained[style, "replicas"][10] == pytest.approx(alone[10], rel=0.05)
