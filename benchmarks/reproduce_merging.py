@@ -1,6 +1,6 @@
 """Reproduction: other merges than the mean, codes of 1 to 4 bits, and bad workers.
 
-python benchmarks/reproduce_merging.py           # an hour alone on two cores
+python benchmarks/reproduce_merging.py           # twenty minutes alone on two cores
 python benchmarks/reproduce_merging.py --quick   # seconds, shows that it runs
 """
 
@@ -48,7 +48,7 @@ WAYS: dict[str, Any] = {
 }
 FULL: Any = {"steps": 1000, "seeds": 3, "rates": (0.2, 0.4, 0.7, 1.0, 1.3)}
 FULL |= {"workers": (1, 2, 4, 8, 16), "merges": OUT, "bits": (1, 2, 3, 4)}
-FULL |= {"large": ((1, 4, 16), (0.4, 0.7, 1.0))}  # workers and rates, transformer
+FULL |= {"large": ((1, 4, 16), (0.1, 0.2, 0.4, 0.7, 1.0))}  # of the transformer
 FULL |= {"ways": tuple(WAYS), "bad": tuple(LIES), "under": tuple(MERGES)}
 FULL |= {"speeds": ("at full speed", "slow, by its steps", "slow, alike", "awaited")}
 SHORT: Any = {"steps": 100, "seeds": 1, "rates": (0.7,), "workers": (2,)}
