@@ -31,6 +31,7 @@ CODES = {
     "power_sgd": (fed(exchange.power_sgd(4)), None),
     "clipped to 1, 8 bits": (exchange.clipped(1.0, exchange.quantized()), 0.02),
     "radial, 8 bits": (exchange.radial(exchange.quantized()), 0.02),
+    "elected, 8 bits": (exchange.elected(exchange.quantized()), None),
 }
 ROBUST = {
     "median": exchange.median(),

@@ -5,12 +5,15 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm.reduce import or_one, weight_divisor
+from optx_sync.exchange import contract
+from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, transposed
+from optx_sync.options import Refused, refuse
 
 
-def elected() -> Exchange:
+def elected(exchange: Exchange | None = None) -> Exchange:
     r"""TIES merging: the mean of the values that have the sign of the sum.
 
     For each coordinate, with v_i the value of replica i and w_i its weight:
@@ -27,9 +30,17 @@ def elected() -> Exchange:
     It sends what an all-reduce sends, and needs memory for one more copy of the arrays.
     TIES also trims what is small, which is left to you.
 
+    Args:
+        exchange: How the values and the result are coded on their way, such as
+            `quantized(bits=4)`; `None`: not at all. What a code loses is not fed back.
+
     Returns:
         The exchange. It is not linear, takes weights, and neither row-sparse leaves nor
         groups.
+
+    Raises:
+        TypeError: `exchange` is no exchange.
+        ValueError: It codes nothing, or remembers something.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -45,13 +56,24 @@ def elected() -> Exchange:
         Yadav, Tam, Choshen, Raffel, Bansal, "TIES-Merging: Resolving Interference When
         Merging Models", 2023, arXiv 2306.01708.
     """
+    exchange = contract.check_exchange(exchange, all_reduce())
+    refuse(exchange, _REFUSED)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         weights = everyone.weights
         shares = weights / weight_divisor(jnp.sum(weights))
         return [_elect(block, shares) for block in everyone.blocks]
 
-    return transposed(rule, takes_weights=True)
+    return transposed(rule, code=exchange.code, takes_weights=True)
+
+
+_REFUSED: Refused[Exchange] = (
+    (
+        lambda x: x.code is None or x.remembers,
+        "elected takes an exchange that has a code and no memory, which would be of "
+        "sums. Write for example elected(oxs.exchange.quantized(bits=4)).",
+    ),
+)
 
 
 def _elect(block: norms.OfEach, shares: norms.OfEach) -> jax.Array:

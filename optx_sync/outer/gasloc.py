@@ -22,14 +22,9 @@ class Gasloc(NamedTuple):
 
     def proposal(self, x: Tree, center: Tree) -> Tree:
         """What a worker averages: u, from its parameters and its center."""
-        return jax.tree.map(
-            # With a rate of 1 it is x to the bit.
-            lambda x, s: (
-                times(self.learning_rate, x) + times(1 - self.learning_rate, s)
-            ),
-            x,
-            center,
-        )
+        rate = self.learning_rate
+        # With a rate of 1 it is x to the bit.
+        return jax.tree.map(lambda x, s: times(rate, x) + times(1 - rate, s), x, center)
 
     def ahead(self, moved: Tree, proposal: Tree, last: Tree) -> Tree:
         """How far averaging has moved the center, and the momentum on top of it."""

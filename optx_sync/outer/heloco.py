@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import check_rate, interval
+from optx_sync.comm.reduce import or_one
 from optx_sync.trees import times, zeros_like
 
 
@@ -16,16 +17,6 @@ class HeLoCoState(NamedTuple):
     """State of `heloco`."""
 
     momentum: optax.Updates  # like the center
-
-
-class _Constants(NamedTuple):
-    """How a pseudo-gradient is corrected, in the names of the paper."""
-
-    ok: ArrayLike
-    shrink: ArrayLike
-    most: ArrayLike
-    turn: ArrayLike
-    kappa: ArrayLike
 
 
 def heloco(
@@ -105,7 +96,7 @@ def heloco(
     interval("[0, 1]", ok=ok, most=most)
     interval("[0, inf)", shrink=shrink, turn=turn, kappa=kappa)
     check_rate(learning_rate)
-    constants = _Constants(ok, shrink, most, turn, kappa)
+    constants = (ok, shrink, most, turn, kappa)
     rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
@@ -113,15 +104,9 @@ def heloco(
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        own, of_rate = state
-        kept = jax.tree.map(
-            lambda d, m: _corrected(d, m, constants), updates, own.momentum
-        )
-        moved = jax.tree.map(
-            lambda d, m: times(momentum, m) + times(1 - momentum, d),
-            kept,
-            own.momentum,
-        )
+        (old,), of_rate = state
+        kept = jax.tree.map(lambda d, m: _corrected(d, m, *constants), updates, old)
+        moved = jax.tree.map(lambda d, m: d + times(momentum, m - d), kept, old)
         step = jax.tree.map(lambda d, m: d + times(momentum, m), kept, moved)
         step, of_rate = rate.update(step, of_rate, params)
         return step, (HeLoCoState(moved), of_rate)
@@ -129,27 +114,20 @@ def heloco(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _corrected(d: jax.Array, m: jax.Array, constants: _Constants) -> jax.Array:
+def _corrected(d: jax.Array, m: jax.Array, *constants: ArrayLike) -> jax.Array:
     """A pseudo-gradient, corrected by the momentum."""
     ok, shrink, most, turn, kappa = (jnp.asarray(x, d.dtype) for x in constants)
     size, of_m = _norm(d), _norm(m)
-    u, v = _over(d, size), _over(m, of_m)
+    u, v = d / or_one(size), m / or_one(of_m)
     c = jnp.sum(u * v)
-    sure = _over(size, size + kappa * of_m)
-    one = jnp.ones_like(c)
+    sure = size / or_one(size + kappa * of_m)
     against = d - jnp.minimum(-shrink * c * sure, most) * c * size * v
-    part = jnp.minimum(turn * (one - c) * sure, one)
-    between = (one - part) * u + part * v
-    between = size * _over(between, _norm(between))
+    part = jnp.minimum(turn * (1 - c) * sure, 1)
+    between = (1 - part) * u + part * v
+    between = size * between / or_one(_norm(between))
     corrected = jnp.where(c < 0, against, between)
     return jnp.where((c >= ok) | (of_m == 0), d, corrected)
 
 
 def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x)))
-
-
-def _over(x: jax.Array, size: jax.Array) -> jax.Array:
-    """X / size, and 0 where the size is 0."""
-    some = size > 0
-    return jnp.where(some, x / jnp.where(some, size, jnp.ones_like(size)), 0)

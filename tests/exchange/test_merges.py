@@ -247,6 +247,25 @@ def test_merges_of_float64_arrays_are_float64():
             close(one, expected[name], 1e-6 if name == "by leaf" else 1e-13, name)
 
 
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_an_election_in_codes(context):
+    """Of numbers that 8 bits send as they are, and so what is elected."""
+    numbers, weights = np.random.default_rng(0), WEIGHTS["tokens"].astype(np.float32)
+    values = 127 * numbers.integers(-1, 2, (N, 600)).astype(np.float32)
+    values[3], weights[3] = np.nan, 0
+    found, sent = [], []
+    for inside in (None, ex.quantized()):
+        run = mapped(context, meeting({"it": ex.elected(inside)}), N)
+        made = run.lower({"layer": values}, weights).compile()
+        found.append(np.asarray(made({"layer": values}, weights)["it"]["layer"]))
+        sent.append(sum(row.bytes for row in oxs.audit.collectives(made)))
+    exact, coded = found
+    assert (np.abs(exact) > 100).any() and (exact == 0).any()
+    np.testing.assert_allclose(coded, exact, rtol=1e-6)
+    assert (coded == coded[0]).all() and sent[1] <= 0.3 * sent[0]
+    assert bool(sent[1]) == (context == "shard_map")
+
+
 def test_a_radial_merge_is_one_all_reduce_with_a_float_for_each_leaf():
     def sent(exchange):
         def local(tree, weight):
@@ -360,6 +379,9 @@ test_bad_input_is_refused = all_refused(globals())(r"""
 ex.radial(0.5)  # TypeError: exchange must be
 ex.radial(direct="embed")  # TypeError: direct must be a function
 ex.penalized(SIGNS)  # ValueError: takes weights
+ex.elected(4)  # TypeError: exchange must be
+ex.elected(ex.radial())  # ValueError: has a code and no memory
+ex.elected(ex.error_feedback(ex.quantized()))  # ValueError: has a code and no memory
 ex.penalized(ex.elected(), groups=str)  # ValueError: a mean alone
 ex.penalized(groups=3)  # TypeError: groups must be a function
 ex.penalized(warmup=-1)  # ValueError: warmup must be 0 or more

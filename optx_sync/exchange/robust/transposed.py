@@ -18,7 +18,7 @@ from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
 from optx_sync.comm.reduce import as_weight
 from optx_sync.comm.varying import localize, norm_axes
-from optx_sync.exchange.contract import Exchange, Met, summed
+from optx_sync.exchange.contract import Code, Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
 from optx_sync.shapes import Array, Bool, Float, Num
@@ -45,15 +45,17 @@ def transposed(
     rule: Rule,
     *,
     encode: Callable[[jax.Array], jax.Array] | None = None,
+    code: Code | None = None,
     sizes: Callable[[Sequence[jax.Array], tuple[str, ...]], jax.Array] | None = None,
     shard_axes: AxisName | None = None,
     takes_weights: bool = False,
 ) -> Exchange:
     """The exchange in which each replica applies a rule to a piece of all arrays.
 
-    `encode` is what is done to a leaf before it travels; `sizes` what a replica says of
-    itself, a rule that compares whole arrays. A rule returns a piece for each block.
-    A weight is a flag unless the rule `takes_weights`.
+    `encode` is what is done to a leaf before it travels, `code` how pieces travel, both
+    ways; `sizes` what a replica says of itself, a rule that compares whole arrays. A
+    rule returns a piece for each block. A weight is a flag unless the rule
+    `takes_weights`.
     """
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -81,10 +83,10 @@ def transposed(
         if weight is not None and said is not None:
             weights, said = said[:, -1], said[:, :-1]
 
-        blocks = [all_to_all(x, axis_name) for x in joint.join(rows)]
+        blocks = [_travelled(code, x, all_to_all, axis_name) for x in joint.join(rows)]
         seen = blocks, joint, weights > 0, weights, said, axis_name, axes
         found = rule(Everyone(*seen))
-        parts = joint.cut([gather(piece[None], axis_name) for piece in found])
+        parts = joint.cut([_travelled(code, x[None], gather, axis_name) for x in found])
         mean = treedef.unflatten(
             buffers.shaped(part, x).astype(x.dtype)
             for part, x in zip(parts, originals, strict=True)
@@ -100,6 +102,17 @@ def transposed(
         remembers=False,
         outlier=norms.far_from_result(shard_axes),
     )
+
+
+def _travelled(
+    code: Code | None, rows: jax.Array, travel: Callable[..., Any], axis_name: AxisName
+) -> jax.Array:
+    """What arrives of [rows, piece], where each row may travel as a message."""
+    if code is None:
+        return travel(rows, axis_name)
+    sent = jax.vmap(lambda x: code.encode(x, ())[0])(rows)
+    like = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+    return jax.vmap(lambda x: code.decode(x, like))(travel(sent, axis_name))
 
 
 def check_enough(replicas: int, needed: int, call: str) -> None:
