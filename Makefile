@@ -48,9 +48,8 @@ lint: $(VENV)/test-installed
 
 # Pyright is one of the tests (tests/test_types.py), so that it runs beside others. Files
 # with few tests, which may be long ones, are not left for the end: a core would be idle.
-# Three on two cores: one of them mostly waits for processes that start.
 test: lint
-	$(RUN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tries what must hold for any input on new random cases, until stopped; prints how many,
 # and the smallest that fails. SECONDS=3600 stops after an hour.
