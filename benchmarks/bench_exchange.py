@@ -42,13 +42,11 @@ CODES = {
 
 def loops(function: Any, args: Any, numbers: int) -> int:
     """The loops of a compiled program that write about as many numbers, or codes."""
-    found = 0
+    found, least = 0, numbers // 8  # a byte has 8 codes of a bit
     for instruction in by_hand.written(hlo.program(function, *args)):
         if instruction.opcode in ("fusion", "copy", "concatenate"):
             sizes = [int(np.prod(array.shape)) for array in instruction.arrays]
-            found += (
-                max(sizes, default=0) >= numbers // 8
-            )  # a byte has 8 codes of a bit
+            found += max(sizes, default=0) >= least
     return found
 
 

@@ -213,10 +213,6 @@ def quorum(merge=None) -> Any:
     return oxs.runtime.quorum(5, grace=1.0, merge=merge)
 
 
-def late(outer) -> Any:
-    return oxs.rules.diloco(outer=outer)
-
-
 def post_local(steps: int) -> optax.Schedule:
     return lambda step: jnp.where(jnp.asarray(step) < steps // 2, 1, 16)
 
@@ -236,12 +232,6 @@ RADIAL = ex.radial(direct=lambda path: "table" in path)
 DECOUPLED: Any = {"kind": "asynchronous", "hidden": True, "arrives": "quorum"}
 DECOUPLED |= {"wrap": diloco(fragments=PARTS, delay=LATER)}
 DECOUPLED |= {"source": "Decoupled DiLoCo 2026, arXiv 2604.21428"}
-
-
-def lloyd(bits):
-    return ex.quantized(bits, code="lloyd")
-
-
 METHODS = {
     "data parallel": Method(
         "gradients", replicas(), "the mean in every step: one device, too", "-"
@@ -389,24 +379,24 @@ METHODS = {
     ),
     "DiLoCo, 3 bits, feedback": Method(
         "codes",
-        diloco(exchange=fed(lloyd(3))),
+        diloco(exchange=fed(ex.quantized(bits=3))),
         "Lloyd's levels of a normal distribution, error feedback",
         "Lloyd 1982",
     ),
     "DiLoCo, 2 bits, feedback": Method(
         "codes",
-        diloco(exchange=fed(lloyd(2))),
+        diloco(exchange=fed(ex.quantized(bits=2))),
         "the same in 2 bits",
         "Lloyd 1982",
     ),
     "DiLoCo, 2 bits, rotated": Method(
         "codes",
-        diloco(exchange=ex.rotated(lloyd(2), block=256)),
+        diloco(exchange=ex.rotated(ex.quantized(bits=2))),
         "in a rotated basis, without feedback",
         "-",
     ),
     "DiLoCo, 1 bit, rotated": Method(
-        "codes", diloco(exchange=ex.rotated(lloyd(1), block=256)), "the same", "-"
+        "codes", diloco(exchange=ex.rotated(ex.quantized(bits=1))), "the same", "-"
     ),
     "DiLoCo, in parts": Method(
         "codes",
@@ -461,7 +451,7 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}; workers meet the center one by one",
         "Liu et al. 2024, arXiv 2401.09135",
         arrives="center",
-        by=late(oxs.outer.delayed_nesterov(0.7, momentum=0.9)),
+        by=oxs.rules.diloco(outer=oxs.outer.delayed_nesterov(0.7, momentum=0.9)),
     ),
     "HeLoCo": Method(
         "asynchronous",
@@ -469,7 +459,7 @@ METHODS = {
         f"the defaults of oxs.outer.heloco(0.7), H = {PERIOD}; none were published",
         "HeLoCo 2026, arXiv 2606.00271",
         arrives="center",
-        by=late(oxs.outer.heloco(0.7)),
+        by=oxs.rules.diloco(outer=oxs.outer.heloco(0.7)),
     ),
     "Decoupled DiLoCo": Method(
         settings=f"0.7 / 0.9, H = {PERIOD}, {PARTS} parts, {LATER} steps late; 5 of "

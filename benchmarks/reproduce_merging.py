@@ -25,8 +25,8 @@ PERIOD, BLOCK = 50, 256
 ex, fed = oxs.exchange, oxs.exchange.error_feedback
 # An embedding has rows that a worker hardly moves: published with a plain mean. The
 # transformer has one table for what comes in and what goes out.
-DIRECT = {"direct": lambda path: any(name in path for name in TABLES)}
 TABLES = "embedding", "output", "table"
+DIRECT = {"direct": lambda path: any(name in path for name in TABLES)}
 MERGES: dict[str, Any] = {
     "mean": ex.all_reduce,
     "radial": lambda: ex.radial(**DIRECT),
@@ -50,7 +50,6 @@ FULL: Any = {"steps": 1000, "seeds": 3, "rates": (0.2, 0.4, 0.7, 1.0, 1.3)}
 FULL |= {"workers": (1, 2, 4, 8, 16), "merges": OUT, "bits": (1, 2, 3, 4)}
 FULL |= {"large": ((1, 4, 16), (0.1, 0.2, 0.4, 0.7, 1.0))}  # of the transformer
 FULL |= {"ways": tuple(WAYS), "bad": tuple(LIES), "under": tuple(MERGES)}
-FULL |= {"speeds": ("at full speed", "slow, by its steps", "slow, alike", "awaited")}
 SHORT: Any = {"steps": 100, "seeds": 1, "rates": (0.7,), "workers": (2,)}
 SHORT |= {"merges": ("radial",), "bits": (2,), "ways": ("plain",)}
 SHORT |= {"large": ((2,), (0.7,)), "speeds": ("slow, by its steps",)}
@@ -176,6 +175,7 @@ SPEEDS = {
     "slow, alike": functools.partial(one_slow, weight=1.0),
     "awaited": all_wait,
 }
+FULL |= {"speeds": tuple(SPEEDS)}
 
 
 def at_speeds(merge, speed, steps, seeds):

@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm.reduce import or_one, weight_divisor
-from optx_sync.exchange import contract
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import Exchange
+from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, transposed
 from optx_sync.options import Refused, refuse
@@ -56,7 +55,7 @@ def elected(exchange: Exchange | None = None) -> Exchange:
         Yadav, Tam, Choshen, Raffel, Bansal, "TIES-Merging: Resolving Interference When
         Merging Models", 2023, arXiv 2306.01708.
     """
-    exchange = contract.check_exchange(exchange, all_reduce())
+    exchange = check_exchange(exchange, all_reduce())
     refuse(exchange, _REFUSED)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
