@@ -28,7 +28,6 @@ from jax.experimental import multihost_utils
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.shards import Names
-from optx_sync.placement import memory
 from optx_sync.placement.axes import equal_on_replicas
 from optx_sync.placement.leaves import is_key
 from optx_sync.shapes import Array, Bool, Int32, UInt32
@@ -127,7 +126,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     leaves = jax.tree.leaves(tree)
     nothing = jnp.zeros(2, jnp.uint32)
     words = [
-        _words(memory.on_device(jnp.asarray(x))) if equal else nothing
+        _words(jnp.asarray(x)) if equal else nothing
         for x, equal in zip(leaves, equal_on_replicas(tree), strict=True)
     ]
     own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)
@@ -240,7 +239,7 @@ def _words_here(x: Tree) -> list[Tree]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _on_device(x: jax.Array, shape: tuple[int, ...], start: jax.Array) -> jax.Array:
-    return _words(memory.on_device(jnp.asarray(x)), shape, start)
+    return _words(jnp.asarray(x), shape, start)
 
 
 def _on_host(x: Tree, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:

@@ -264,10 +264,10 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
     # A method is known by its object's identity, also where that has no hash.
     period = period.__call__
     begins = _begins(period)
-    while (after := begins[-1] + _steps(period, begins[-1])) <= step:
+    while (after := begins[-1] + period_length(period, begins[-1])) <= step:
         begins.append(after)
     begin = begins[bisect.bisect(begins, step) - 1]
-    return begin + _steps(period, begin) <= step + 1
+    return begin + period_length(period, begin) <= step + 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -283,7 +283,7 @@ def _compiled(period: optax.Schedule) -> optax.Schedule:
 
 
 @functools.lru_cache(maxsize=1024)
-def _steps(period: optax.Schedule, begin: int) -> int:
+def period_length(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, in float32 as in `is_due`."""
     try:
         given = _compiled(period)(np.int32(begin))

@@ -5,17 +5,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from optx_sync.center.contract import CenterMemory, CenterRule, InnerState, Period
+from optx_sync.center.contract import CenterRule, InnerState, Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.worker import takes_center
 from optx_sync.checks import check_grads, check_one_worker, integer
-from optx_sync.comm.collectives import ALONE, AxisName, is_apart
-from optx_sync.comm.varying import axes_of, require_local, require_varying
+from optx_sync.comm.collectives import ALONE, AxisName
+from optx_sync.comm.varying import require_local, require_varying
 from optx_sync.exchange.contract import Exchange
 from optx_sync.options import Refused
-from optx_sync.placement.fields import holds_center, lies_in_pieces
+from optx_sync.placement.fields import holds_center
 from optx_sync.step import moved_by
 from optx_sync.trees import Tree
 
@@ -32,10 +31,9 @@ class Options(NamedTuple):
     inner_state: InnerState = "keep"
     drop_nonfinite: bool = False
     measure: bool = False
-    shard_center: bool = False
+    shard_state: bool = False
     fragments: Fragments = 1
-    delay: int = 0
-    center_memory: CenterMemory = "device"
+    overlap: bool = False
 
     @property
     def moved(self) -> Callable[[Any, Tree, Tree], Any] | None:
@@ -43,35 +41,15 @@ class Options(NamedTuple):
         return moved_by(self.inner)
 
     @property
+    def settles(self) -> bool:
+        """Whether a round has effects on a worker beside what it takes."""
+        keeps = self.inner_state == "keep" and self.moved is None
+        return self.drop_nonfinite or not keeps
+
+    @property
     def streams(self) -> bool:
-        """Whether parts meet in turn, or later than they are due."""
-        return self.fragments != 1 or self.delay > 0
-
-    @property
-    def on_host(self) -> bool:
-        """Whether center and outer state live in host memory."""
-        return self.center_memory == "pinned_host"
-
-    @property
-    def coded(self) -> bool:
-        """Whether pieces of a center come back coded, and workers keep the decoded."""
-        return self.shard_center and self.exchange.halves is not None
-
-    @property
-    def alone(self) -> bool:
-        """Whether `contribute` reads neither `taken` nor the center."""
-        return not {"taken", "center"} & {*self.rule.reads}
-
-    @property
-    def blind(self) -> bool:
-        """Whether workers contribute without seeing the center."""
-        return self.shard_center and not (self.coded or self.measure)
-
-    @property
-    def reads_center(self) -> str:
-        """The formula that reads the center between rounds, or ""."""
-        takes = "" if takes_center(self.rule) else "take"
-        return takes if self.rule.penalty is None else "penalty"
+        """Whether parts meet in turn, or a step later than they are due."""
+        return self.fragments != 1 or self.overlap
 
 
 _RESTARTS = (
@@ -98,32 +76,26 @@ TOGETHER: Refused[Options] = (
     (
         lambda o: o.streams and o.inner_state != "keep",
         "inner_state={0.inner_state!r} is for rounds of all parameters at once; with "
-        "fragments or delay the state of `inner` is kept. Leave inner_state out, or "
-        "leave out fragments and delay.",
+        "fragments or overlap the state of `inner` is kept. Leave inner_state out, or "
+        "leave out fragments and overlap.",
     ),
     (
         lambda o: o.streams and o.moved,
-        "fragments and delay cannot go around another center rule: its center would "
+        "fragments and overlap cannot go around another center rule: its center would "
         "have to move with each part. Pass them to the innermost rule, or let replicas "
         "stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), 'pods', "
         "fragments=4).",
     ),
     (
-        lambda o: o.on_host and o.rule.penalty is not None,
-        "center_memory='pinned_host' keeps the center away from the device between "
-        "rounds, but this rule's `penalty` reads it in every step, as that of "
-        "elastic_average with rho does. Leave one of them out (rho=0.0).",
+        lambda o: o.overlap and o.period == 1,
+        "overlap=True overwrites the step made while a part's sum is on its way: of "
+        "communication_period=1 steps none is left, and workers would never learn. "
+        "Pass communication_period=2 or more, or leave overlap=True out.",
     ),
     (
-        lambda o: o.on_host and o.delay,
-        "center_memory='pinned_host' moves the center to the device where workers "
-        "meet, but with delay={0.delay} it absorbs their sum in a later step. Leave "
-        "one of them out.",
-    ),
-    (
-        lambda o: o.shard_center and o.axis_name is ALONE,
-        "shard_center=True shares a center out among workers, and with axis_name=None "
-        "there is one. Leave shard_center=True out.",
+        lambda o: o.shard_state and o.axis_name is ALONE,
+        "shard_state=True shares the outer optimizer's state out among workers, and "
+        "with axis_name=None there is one. Leave shard_state=True out.",
     ),
     (
         lambda o: o.axis_name is ALONE and not o.exchange.exact,
@@ -132,25 +104,10 @@ TOGETHER: Refused[Options] = (
         "of it. Leave exchange= out.",
     ),
     (
-        lambda o: o.shard_center and o.reads_center,
-        "shard_center=True: between rounds nobody holds the whole center, which this "
-        "rule's `{0.reads_center}` reads, as that of elastic_average does. Leave "
-        "shard_center=True out, or choose a rule whose workers take the center: "
-        "local_sgd, diloco, agn.",
-    ),
-    (
-        lambda o: o.shard_center and not (o.exchange.scatter or o.exchange.halves),
-        "shard_center=True needs an exchange that can stop half way, where each worker "
+        lambda o: o.shard_state and not (o.exchange.scatter or o.exchange.halves),
+        "shard_state=True needs an exchange that can stop half way, where each worker "
         "has the sum of its piece; this one cannot. Use oxs.exchange.all_reduce(), "
-        "quantized() or error_feedback(quantized()), or leave shard_center=True out.",
-    ),
-    (
-        lambda o: o.blind and not (o.alone or o.rule.affine),
-        "shard_center=True evaluates `contribute` on the mean of the workers' arrays, "
-        "which is the mean of the contributions only where the formula is affine in "
-        "them, and this rule does not declare that it is. Declare affine=True "
-        "(oxs.testing.check_rule holds the rule to it), or leave shard_center=True "
-        "out.",
+        "quantized() or error_feedback(quantized()), or leave shard_state=True out.",
     ),
 )
 
@@ -160,11 +117,7 @@ class Asked(NamedTuple):
 
     options: Options
     num_workers: int
-    in_line: bool
-    meet: Any
-    weight: ArrayLike | None
     extra_args: list[str]  # the names of those for `inner`
-    missing: list[str]  # mesh axes over which a pending sum does not vary
 
     @property
     def found(self) -> str:
@@ -172,11 +125,6 @@ class Asked(NamedTuple):
         if self.options.axis_name is ALONE:
             return "axis_name=None stands for one worker"
         return f"the axis {self.options.axis_name!r} has {self.num_workers} workers"
-
-    @property
-    def got(self) -> str:
-        """What `meet` was."""
-        return "no meet=" if self.meet is None else f"meet={self.meet!r}"
 
 
 # What cannot be asked for in a step.
@@ -188,45 +136,13 @@ IN_A_STEP: Refused[Asked] = (
     ),
     (
         lambda o: (
-            o.options.rule.outer is o.options.inner and o.options.delay and o.extra_args
+            o.options.rule.outer is o.options.inner
+            and o.options.overlap
+            and o.extra_args
         ),
-        "The center makes a step of `inner` {0.options.delay} step(s) after the sum, "
-        "when the extra arguments {0.extra_args} are others. Pass an optimizer of its "
-        "own for the center, outer=, or delay=0.",
-    ),
-    (
-        lambda o: o.options.delay and is_apart(o.options.axis_name),
-        "With delay={0.options.delay} a sum lands in a quiet step, the same one for all"
-        " workers; in a step of `workers.here` a process makes its own, as many as it "
-        "likes. Pass delay=0.",
-    ),
-    (
-        lambda o: o.missing,
-        "The parameters vary over the mesh axes {0.missing}, where a worker is cut in "
-        "shards by hand; the pending sum, with delay, is stored as equal over them, "
-        "but would vary. Leave these axes to the compiler, oxs.by_hand.map_workers, or "
-        "pass delay=0.",
-    ),
-    (
-        lambda o: o.in_line and o.meet is not None,
-        "With delay=1 and communication_period equal to the number of fragments a part "
-        "meets in every step, outside of conditionals: meet has no say in that; got "
-        "meet={0.meet!r}. Leave it out, or pass a longer communication_period.",
-    ),
-    (
-        lambda o: o.options.on_host and not isinstance(o.meet, bool),
-        "center_memory='pinned_host' needs two programs, one that moves the center to "
-        "the device and one that does not: a conditional inside of one would hold room "
-        "for it in every step. Got {0.got}. Pass a Python bool as a static "
-        "argument of the step, meet=oxs.by_hand.due(tx, number). (A rule inside of "
-        "another one is not told: give center_memory to the outer one.)",
-    ),
-    (
-        lambda o: o.in_line and o.weight is not None and not o.options.drop_nonfinite,
-        "With delay=1 and communication_period equal to the number of fragments what a "
-        "worker contributes is summed a step later, and its weight has to travel in "
-        "the state: pass drop_nonfinite=True, with which the state has a place for it, "
-        "or a longer communication_period.",
+        "With overlap=True the center makes a step of `inner` in the step after the "
+        "contribution, when the extra arguments {0.extra_args} are others. Pass an "
+        "optimizer of its own for the center, outer=, or leave overlap=True out.",
     ),
 )
 
@@ -249,20 +165,10 @@ def refuse_hidden_center(state: optax.OptState) -> None:
         )
 
 
-def axes_missing(state: Any) -> list[str]:
-    """The mesh axes over which the center varies, and what is on its way does not.
-
-    This happens to shards cut by hand, in `jax.shard_map(check_vma=True)`: the pending
-    sum is stored as equal over them.
-    """
-    missing = axes_of(state.center) - axes_of(state.pending)
-    return [] if state.pending == () else sorted(missing)
-
-
 def check_step(grads: Tree, state: Any, params: Tree, axis_name: AxisName) -> None:
     """Refuse arguments that do not fit a worker's step.
 
-    `state` has the fields `local_step` and `center`, which may lie in pieces.
+    `state` has the fields `local_step` and `center`.
     """
     check_grads(grads, params)
     require_local(
@@ -274,5 +180,4 @@ def check_step(grads: Tree, state: Any, params: Tree, axis_name: AxisName) -> No
         " with oxs.Workers(n, axis_name).start(state).",
     )
     require_varying(state.center, params, axis_name, "center")
-    center = () if lies_in_pieces(state.center) else state.center
-    check_one_worker(state.local_step, center, params)
+    check_one_worker(state.local_step, state.center, params)

@@ -29,7 +29,6 @@ from optx_sync.trees import brief, call_it
 InnerStates: TypeAlias = Literal["keep", "average", "reset"]
 # Or names of fields, with the rounds from one mean of them to the next.
 InnerState: TypeAlias = InnerStates | Mapping[str, int]
-CenterMemory: TypeAlias = Literal["device", "pinned_host"]
 Period: TypeAlias = int | optax.Schedule
 
 
@@ -107,10 +106,6 @@ class CenterRule(NamedTuple):
             All of them, the default, is always right; but what a rule that reads
             "center" contributes cannot be coded in `oxs.runtime`, where a worker does
             not know the center. In lockstep any exchange works.
-        affine: Whether `contribute` is affine in the worker's own arrays, so that the
-            contribution of the workers' mean is the mean of their contributions:
-            `shard_center=True` asks for that. `oxs.testing.check_rule` holds a rule to
-            what it declares.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -121,7 +116,6 @@ class CenterRule(NamedTuple):
         ...     contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
         ...     mean_over="workers",
         ...     reads=("params", "taken"),
-        ...     affine=True,
         ... )
         >>> tx = oxs.center_variable(optax.sgd(0.1), half_way, "workers")
     """
@@ -137,7 +131,6 @@ class CenterRule(NamedTuple):
     weigh: Weigh | None = None
     check_lockstep: Callable[[int], None] | None = None
     reads: tuple[Array, ...] = get_args(Array)
-    affine: bool = False
 
 
 class Undeclared(np.lib.mixins.NDArrayOperatorsMixin):

@@ -19,9 +19,7 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.checks import integer
-from optx_sync.comm.varying import vary_with
 from optx_sync.options import Refused, refuse
-from optx_sync.placement.fields import InParts
 from optx_sync.trees import Tree, is_masked, is_nothing, path_name, pure
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
@@ -135,7 +133,7 @@ _NOT_IN_TURN: Refused[_Turns] = (
 )
 
 
-def steps_between(period: Period, number: int, delay: int) -> Period:
+def steps_between(period: Period, number: int, delay: int = 0) -> Period:
     """L: the steps from one exchange to the next, of `number` parts.
 
     Raises a ValueError where the parts do not divide the period, or where the delay is
@@ -171,7 +169,6 @@ class Partition:
             else _balanced([leaf for _, leaf in leaves], fragments)
         )
         self._treedef = jax.tree.structure(tree)
-        self._forms = tuple((jnp.shape(leaf), leaf.dtype) for _, leaf in leaves)
         found: set[int] = set().union(*(np.unique(x).tolist() for x in owners))
         self.number = number_of_parts(fragments) or 1 + max(found, default=0)
         missing = sorted(set(range(self.number)) - found)
@@ -185,36 +182,8 @@ class Partition:
             [_rows_of(owner, part) for owner in owners] for part in range(self.number)
         ]
 
-    @property
-    def shapes(self) -> Tree:
-        """The shapes and dtypes of the tree that was cut."""
-        return self._treedef.unflatten(
-            jax.ShapeDtypeStruct(*form) for form in self._forms
-        )
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both cut the same trees in the same way."""
-        alike = isinstance(other, Partition)
-        return self is other or (alike and self._said == other._said)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _said(self) -> tuple[Any, ...]:
-        each = (rows for part in self._rows for rows in part)
-        rows = (x.tobytes() if isinstance(x, np.ndarray) else str(x) for x in each)
-        return self._treedef, self._forms, tuple(rows)
-
-    # JAX hashes it in every step, as part of the states that go into a program.
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self._said)
-
     def pick(self, tree: Tree, part: int) -> Tree:
         """One part of a tree like the one that was cut; for () it is ()."""
-        if isinstance(tree, InParts):
-            return tree.parts[part]
         if self.number == 1 or is_nothing(tree):
             return tree
         leaves = self._treedef.flatten_up_to(tree)
@@ -227,8 +196,6 @@ class Partition:
 
     def put(self, tree: Tree, part: int, values: Tree) -> Tree:
         """The tree with new values for one part."""
-        if isinstance(tree, InParts):
-            return InParts((*tree.parts[:part], values, *tree.parts[part + 1 :]), self)
         if self.number == 1 or is_nothing(tree):
             return values
         leaves = self._treedef.flatten_up_to(tree)
@@ -241,20 +208,6 @@ class Partition:
     def split(self, tree: Tree) -> tuple[Tree, ...]:
         """All parts of a tree like the one that was cut."""
         return tuple(self.pick(tree, part) for part in range(self.number))
-
-    def join(self, parts: Sequence[Tree]) -> Tree:
-        """The whole tree from all its parts, in their dtypes."""
-        if self.number == 1:
-            return parts[0]
-        leaves = map(self._treedef.flatten_up_to, parts)
-        joined = []
-        for (shape, dtype), *rows in zip(self._forms, *leaves, strict=True):
-            found = [x.dtype for x in rows if not is_masked(x)]
-            joined.append(jnp.zeros(shape, found[0] if found else dtype))
-        tree = vary_with(self._treedef.unflatten(joined), parts)
-        for number, part in enumerate(parts):
-            tree = self.put(tree, number, part)
-        return tree
 
     def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
         """A state for the one part, or a tuple of states, one for each part."""

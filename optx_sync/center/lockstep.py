@@ -14,10 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
-from optx_sync.center.buffers import Outgoing
 from optx_sync.center.checks import Options
 from optx_sync.center.contract import (
-    CenterMemory,
     CenterRule,
     InnerState,
     Period,
@@ -35,28 +33,40 @@ from optx_sync.center.fragments import (
     steps_between,
 )
 from optx_sync.center.inner_state import check_fields, check_inner_state
-from optx_sync.center.landing import Landing, Pieces
-from optx_sync.center.rounds import AtOnce, InLine, Later, Meeting, Rounds, Step
+from optx_sync.center.round import (
+    CenterRounds,
+    Rounds,
+    RoundState,
+    Turn,
+    begun,
+    in_turn,
+)
 from optx_sync.center.state import CenterState, How
-from optx_sync.center.turns import Now
+from optx_sync.center.turns import QUIET, Turns
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import (
     check_inner,
     check_params,
     floating,
-    one_of,
     refuse_placeholder,
     shows_call,
 )
 from optx_sync.comm import varying
-from optx_sync.comm.collectives import ALONE, AxisName, axis_size, check_axis_name
+from optx_sync.comm.collectives import (
+    ALONE,
+    AxisName,
+    axis_size,
+    check_axis_name,
+)
 from optx_sync.comm.reduce import own_weight, reduce
+from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract as exchanges
+from optx_sync.exchange import landing
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
+from optx_sync.exchange.meeting import Meeting
 from optx_sync.metrics import SharedInfo
 from optx_sync.options import refuse
-from optx_sync.placement import memory
 from optx_sync.placement.fields import fact
 from optx_sync.placement.leaves import map_but_counters
 from optx_sync.step import (
@@ -82,12 +92,10 @@ def center_variable(
     accumulator_dtype: DTypeLike | None = None,
     exchange: exchanges.Exchange | None = None,
     measure: bool = False,
-    shard_center: bool = False,
-    # None, not 1 and 0: `optax.inject_hyperparams` would trace numbers.
+    shard_state: bool = False,
+    # None, not 1: `optax.inject_hyperparams` would trace a number.
     fragments: Fragments | None = None,
-    delay: int | None = None,
-    keep_local: float | jax.Array | None = None,
-    center_memory: CenterMemory = "device",
+    overlap: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Parameter averaging: workers train alone and meet at a center every few steps.
 
@@ -126,16 +134,15 @@ def center_variable(
         exchange: How contributions become their mean, also compressed or robust.
             `None`: `oxs.exchange.all_reduce()`.
         measure: Keep measures of the last round for `oxs.metrics`.
-        shard_center: Keep 1/N of center and outer state on each worker (ZeRO's idea).
+        shard_state: Keep 1/N of the state of the rule's outer optimizer, which must act
+            on each number alone, on each worker: what it means in `cross_shard`.
         fragments: P parts of the parameters, one of which meets every
             `communication_period / P` steps; or a function of path and leaf, such as
             `oxs.rules.strided(P)`. `None`: 1.
-        delay: Steps from a part's sum until it lands, at most
-            `communication_period / P`. `None`: 0.
-        keep_local: The share of its own parameters, in [0, 1], that a worker keeps
-            where it takes the center. `None`: 0.
-        center_memory: Where center and outer state live between rounds: `"device"`, or
-            `"pinned_host"`, the host's memory, which needs a Python bool `meet`.
+        overlap: Whether workers exchange what they contribute in the step after the one
+            that is due, at its begin, so that the exchange hides behind that step. What
+            the step makes of a part that lands in it is overwritten: of the H steps of
+            a part one is lost, and a schedule's periods are 2 steps or more.
 
     Returns:
         A transformation with a `CenterState`.
@@ -165,28 +172,24 @@ def center_variable(
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    one_of("center_memory", center_memory, CenterMemory)
     options = Options(
         inner,
-        work.keeping(rule, keep_local),
+        rule,
         axis_name,
-        period,
+        at_least_two(period) if overlap and callable(period) else period,
         exchanges.check_exchange(exchange, all_reduce()),
         floating("accumulator_dtype", accumulator_dtype),
         check_inner_state(inner_state),
         drop_nonfinite,
         measure,
-        shard_center,
+        shard_state,
         check_fragments(fragments),
-        checks.check_delay(delay),
-        center_memory,
+        overlap,
     )
     refuse(options, checks.TOGETHER)
     parts = number_of_parts(options.fragments)
-    between = None if parts is None else steps_between(period, parts, options.delay)
-    landing = Pieces if shard_center else Landing
-    meeting = Meeting(options, landing(options))
-    lockstep = Lockstep(meeting, functools.partial(_rounds, meeting))
+    between = None if parts is None else steps_between(options.period, parts)
+    lockstep = Lockstep(CenterRounds(options, meeting_of(options)))
     return direct_transformation(
         lockstep.init,
         landing_update(lockstep.apply),
@@ -197,43 +200,43 @@ def center_variable(
     )
 
 
-def _rounds(meeting: Meeting, between: Period) -> Rounds:
-    """How parts meet that do so every `between` steps."""
-    delay = meeting.options.delay
-    if not delay:
-        return AtOnce(meeting)
-    # One exchange in each step, of what set out in the step before.
-    every_step = delay == 1 and not callable(between) and between == 1
-    in_line = every_step and not meeting.options.shard_center
-    return InLine(meeting) if in_line else Later(meeting, delay)
+# Of a rule without an outer optimizer: the center moves by the mean or sum.
+_ADD = optax.GradientTransformationExtraArgs(
+    lambda params: (), lambda updates, state, params=None, **extra: (updates, state)
+)
+
+
+def meeting_of(options: Options) -> Meeting:
+    """The meeting of all workers, which moves the center."""
+    axis_name, outer = options.axis_name, options.rule.outer or _ADD
+    outer = optax.with_extra_args_support(outer)
+    lands = landing.Landing(axis_name, outer)
+    if options.shard_state:
+        axes, size = check_axis_name(axis_name), options.exchange.bucket_bytes
+        check = Elementwise(outer, axes, "shard_state=True", "the outer optimizer")
+        lands = landing.Pieces(axis_name, outer, elementwise=check, bucket_bytes=size)
+    return Meeting(options.exchange, lands, summed=options.rule.mean_over is None)
+
+
+def at_least_two(period: optax.Schedule) -> optax.Schedule:
+    """The schedule, of 2 steps or more: one of them is lost where a part lands."""
+    return lambda step: jnp.maximum(jnp.asarray(period(step)), 2)
 
 
 class Lockstep(NamedTuple):
     """`init` and `apply` of `center_variable` and `gossip`."""
 
-    meeting: Meeting
-    rounds: Callable[[Period], Rounds]  # given the steps from one exchange to the next
+    rounds: Rounds
 
     @property
     def options(self) -> Options:
         """The checked options."""
-        return self.meeting.options
-
-    def plan(self, center: Tree) -> tuple[Partition, Period, Rounds]:
-        """How a tree like the parameters meets.
-
-        (its parts, the steps from one exchange to the next, when they meet)
-        """
-        options = self.options
-        parts = Partition(options.fragments, center)
-        between = steps_between(options.period, parts.number, options.delay)
-        return parts, between, self.rounds(between)
+        return self.rounds.options
 
     def init(self, params: Tree) -> CenterState:
         """The state of a worker before its first step."""
         options = self.options
         rule, axis_name = options.rule, options.axis_name
-        takes = work.takes_center(rule)
         check_params(params)
         center = work.start_center(params, options.dtype)
         inner = options.inner.init(params)
@@ -242,30 +245,28 @@ class Lockstep(NamedTuple):
             checks.refuse_hidden_center(inner)
         if number_of_parts(options.fragments) != 1:
             refuse_placeholder(center, "fragments")
-        parts, _, round_ = self.plan(center)
-        held = self.meeting.landing.start(parts, center)
-        pending, remembered = round_.start(parts, center, held.value)
+        parts = Partition(options.fragments, center)
+        steps_between(options.period, parts.number)
+        held, remembered = self.rounds.start(parts, center)
         # A worker's own fields have the varying type from the start.
         own = functools.partial(
             map_but_counters, lambda x: varying.localize_where_mapped(x, axis_name)
         )
-        held = memory.on_host(held) if options.on_host else held
         measured = {}
         if options.measure:
             measured["distance"] = own(jnp.float32(0))
             measured["measured"] = start(options.exchange.exact, False)
-        keeps_taken = options.coded or (keeps_before(rule) and not takes)
+        copy = work.start_center(params, options.dtype) if keeps_before(rule) else ()
         return CenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
             ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
+            waits=jnp.zeros((), jnp.int32) if options.overlap else (),
+            weight=own(jnp.float32(1)) if options.overlap else (),
             center=held.value,
-            taken=work.start_center(params, options.dtype) if keeps_taken else (),
-            outer=held.outer,
-            pending=own(pending)
-            if isinstance(pending, Outgoing)
-            else varying.vary_with(pending, center),
+            taken=copy,
+            outer=varying.vary_with(held.outer, center),
             accumulated=own(work.start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if options.drop_nonfinite else (),
             exchange=own(remembered),
@@ -277,8 +278,7 @@ class Lockstep(NamedTuple):
             inner=own(inner),
             how=How(
                 sums=fact(rule.mean_over is None),
-                takes=fact(not takes),
-                on_host=fact(options.on_host),
+                takes=fact(rule.take is not None),
                 alone=fact(axis_name is ALONE),
             ),
         )
@@ -296,13 +296,12 @@ class Lockstep(NamedTuple):
         """One step that returns parameters: what every center rule runs."""
         options = self.options
         checks.check_step(grads, state, params, options.axis_name)
-        num_workers = axis_size(options.axis_name)
-        period = static_period(options.period)
-        center = self.shapes(params)
-        parts, between, round_ = self.plan(center)
-        self.meeting.landing.fit(parts, state.center, center)
-        steps = state.steps_since_round + 1
+        turn, due = self.turn(state, params, meet, extra_args)
+        was_broken = state.broken
         before = Worker(params, state.inner, state.taken, state.accumulated)
+        if options.overlap:
+            turn = turn._replace(brings=before)
+            before = begun(turn, before)
         with weight_takers() as takers:
             worker = work.walk(
                 options.inner,
@@ -310,72 +309,115 @@ class Lockstep(NamedTuple):
                 before,
                 state.center,
                 grads,
-                Round(num_workers, period, steps),
+                Round(turn.num_workers, turn.period, state.steps_since_round + 1),
                 **extra_args if weight is None else {**extra_args, "weight": weight},
             )
         take_weight(weight)
-        weight = None if takers else weight
-        refuse(
-            checks.Asked(
-                options,
-                num_workers,
-                isinstance(round_, InLine),
-                meet,
-                weight,
-                sorted(extra_args),
-                checks.axes_missing(state),
-            ),
-            checks.IN_A_STEP,
-        )
+        asked = checks.Asked(options, turn.num_workers, sorted(extra_args))
+        refuse(asked, checks.IN_A_STEP)
         if options.rule.check_lockstep is not None:
-            options.rule.check_lockstep(num_workers)
+            options.rule.check_lockstep(turn.num_workers)
         worker, broken = self.own_step(before, worker, state.broken)
-        due = work.is_due(between, steps, state.local_step) if meet is None else meet
-        weight, alike = self.own_weight(weight)
-        step = Step(
-            num_workers=num_workers,
-            period=period,
-            due=due,
-            steps=steps,
-            ages=jax.tree.map(lambda age: age + 1, state.ages),
-            rounds=state.global_step,
-            quiet=state.steps_since_round,
-            parts=parts,
-            params=params,
-            alike=alike,
-            extra_args=extra_args,
-        )
-        now = Now(
+        weight, alike = self.own_weight(None if takers else weight)
+        state = self.set_out(state, turn, due, weight)
+        if options.overlap:  # by the weight that was given with the contribution
+            weight, alike = turn.weight, False
+        restarts = was_broken if options.overlap else broken
+        now = RoundState(
             worker=worker,
             center=Center(state.center, state.outer),
-            pending=state.pending,
             exchange=state.exchange,
             info=state.info,
-            weight=weight,
-            well=jax.tree.map(lambda broken: ~broken, broken),
+            well=jax.tree.map(jnp.logical_not, restarts),
         )
-        now = round_.step(now, step)
-        return now.worker.params, self.next_state(state, now, step, broken)
-
-    def next_state(
-        self, state: CenterState, now: Now, step: Step, broken: Tree
-    ) -> CenterState:
-        """The state after a step, from what the step and its round have changed."""
-        due, met = jnp.asarray(step.due), step.met()
-        return state._replace(
-            local_step=state.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),
-            global_step=state.global_step + due.astype(jnp.int32),
-            ages=trees.where(met, trees.zeros_like(step.ages), step.ages),
+        turn = turn._replace(weight=weight, alike=alike)
+        now = in_turn(self.rounds, now, turn)
+        return now.worker.params, state._replace(
             center=now.center.value,
             taken=now.worker.taken,
             outer=now.center.outer,
-            pending=now.pending,
             accumulated=now.worker.accumulated,
-            broken=jax.tree.map(lambda broken: broken & ~due, broken),
+            broken=jax.tree.map(
+                lambda broken, restarts: broken & ~(restarts & turn.due),
+                broken,
+                restarts,
+            ),
             exchange=now.exchange,
             info=now.info,
             inner=now.worker.inner,
+        )
+
+    def turn(
+        self,
+        state: CenterState,
+        params: Tree,
+        meet: bool | jax.Array | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[Turn, bool | jax.Array]:
+        """(what is known of this step, whether contributions are due in it)."""
+        options, rounds = self.options, state.global_step
+        parts = Partition(options.fragments, self.shapes(params))
+        number = parts.number
+        between = steps_between(options.period, number)
+        steps = state.steps_since_round + 1
+        due = meet
+        if meet is None:
+            due = work.is_due(between, steps, state.local_step)
+        meets, part = due, rounds % number
+        if number > 1:
+            steps = state.ages[part] + 1
+        if options.overlap:
+            meets, part, steps = state.waits > 0, (rounds - 1) % number, state.waits
+        kind = None
+        if meet is None:
+            kind = Turns(between, number, options.overlap).kind_of(state)
+        if kind is not None:
+            meets, part = kind != QUIET, kind
+        turn = Turn(
+            num_workers=axis_size(options.axis_name),
+            period=static_period(options.period),
+            due=meets,
+            part=part,
+            parts=parts,
+            steps=steps,
+            rounds=rounds,
+            brings=None,
+            params=params,
+            weight=state.weight if options.overlap else None,
+            alike=False,
+            extra_args=extra_args,
+        )
+        return turn, due
+
+    def set_out(
+        self,
+        state: CenterState,
+        turn: Turn,
+        due: bool | jax.Array,
+        weight: jax.Array | None,
+    ) -> CenterState:
+        """The state with its counters a step later; with `overlap` one part waits."""
+        due, number = jnp.asarray(due), turn.parts.number
+        steps, ages = state.steps_since_round + 1, state.ages
+        part = state.global_step % number
+        behind = steps
+        if number > 1:
+            ages = ages + 1
+            behind = ages[part]
+            met = due & (jnp.arange(number, dtype=jnp.int32) == part)
+            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+        if self.options.overlap:
+            counts = jnp.float32(1) if weight is None else weight.astype(jnp.float32)
+            counts = varying.localize(counts, self.options.axis_name)
+            state = state._replace(
+                waits=jnp.where(due, behind, jnp.zeros_like(behind)),
+                weight=jnp.where(due, counts, state.weight),
+            )
+        return state._replace(
+            local_step=state.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            global_step=state.global_step + due.astype(jnp.int32),
+            ages=ages,
         )
 
     def own_step(
@@ -423,7 +465,7 @@ class Lockstep(NamedTuple):
             work.as_center(before, center),
         )
         change = reduce(varying.localize(change, axis_name), axis_name)
-        center = self.meeting.landing.moved(state.center, change)
+        center = jax.tree.map(jnp.add, state.center, change)
         taken = state.taken
         if jax.tree.leaves(taken):
             taken = jax.tree.map(jnp.add, taken, change)
@@ -441,11 +483,9 @@ class CenterOptions(TypedDict, total=False):
     accumulator_dtype: DTypeLike | None
     exchange: exchanges.Exchange | None
     measure: bool
-    shard_center: bool
+    shard_state: bool
     fragments: Fragments | None
-    delay: int | None
-    keep_local: float | jax.Array | None
-    center_memory: CenterMemory
+    overlap: bool
 
 
 Function = TypeVar("Function", bound=Callable)

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.buffers import Outgoing
 from optx_sync.exchange.measures import square_sum
 from optx_sync.metrics import SharedInfo, or_none
-from optx_sync.placement import fields, memory
+from optx_sync.placement import fields
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
 
@@ -50,7 +49,6 @@ class How(NamedTuple):
 
     sums: fields.Fact  # contributions are summed, and what exchanges remember, too
     takes: fields.Fact  # workers go a part of the way to the center
-    on_host: fields.Fact  # center and outer state live in host memory
     # One worker with a center of its own, `axis_name=None`, which lies where the
     # parameters lie: on each of the replicas around or inside of it.
     alone: fields.Fact
@@ -62,7 +60,7 @@ _MEASURED = "contribution_norm", "agreement", "update_norm", "contributors"
 # How nothing is lost where the number of workers changes.
 _AFTER_A_ROUND = "Resize after one, when oxs.metrics(state).steps_since_round is 0."
 _UNDER_WAY = (
-    "With fragments or delay this is so after every step: accept the loss (leave "
+    "With fragments or overlap this is so after every step: accept the loss (leave "
     "strict out), or go on with as many workers."
 )
 
@@ -71,38 +69,28 @@ def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
 
 
-def _is_decoded(state: "CenterState") -> bool:
-    """Whether workers hold the decoded center, and owners the exact pieces."""
-    return fields.lies_in_pieces(state.center) and not is_nothing(state.taken)
+def _is_under_way(state: "CenterState") -> bool:
+    """Whether some parameters are between two rounds after every step."""
+    return _has_parts(state) or not isinstance(state.waits, tuple)
 
 
 def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
     """The kind of each field but `how`."""
-    how, has_parts, decoded = state.how, _has_parts(state), _is_decoded(state)
-    center, taken, outer = fields.TAKEN_CENTER, fields.SHARED, fields.SHARED
-    if decoded:
-        center, taken = fields.SHARED, fields.TAKEN_CENTER
-    elif how.takes or has_parts:
-        # Most parts are between two rounds, so workers keep their parameters.
-        center = fields.CENTER
-    if how.on_host:
-        center, outer = center.on_host, outer.on_host
-    sent = isinstance(state.pending, Outgoing)
-    memory = fields.OF_SUMS if how.sums else fields.OWN
-    if sent:  # of the arrays in which parts wait, a row for each part
-        memory = memory.of_buffers(int(has_parts))
+    how, under_way = state.how, _is_under_way(state)
+    keeps = how.takes or under_way  # workers keep their parameters
     return {
         "local_step": fields.COUNTER,
         "steps_since_round": fields.COUNTER,
         "global_step": fields.COUNTER,
         "ages": fields.COUNTER,
-        "center": center,
-        "taken": taken,
-        "outer": outer,
-        "pending": (fields.ANEW if sent else fields.SHARED).not_a_slot.of_buffers(),
-        "accumulated": fields.OWN_SUM if has_parts else fields.ANEW,
+        "waits": fields.COUNTER,
+        "weight": fields.OWN.not_a_slot,
+        "center": fields.CENTER if keeps else fields.TAKEN_CENTER,
+        "taken": fields.SHARED,
+        "outer": fields.SHARED,
+        "accumulated": fields.OWN_SUM if under_way else fields.ANEW,
         "broken": fields.ANEW,
-        "exchange": memory,
+        "exchange": fields.OF_SUMS if how.sums else fields.OWN,
         "info": fields.INFO,
         "inner": fields.OWN,
     }
@@ -121,14 +109,15 @@ class CenterState(NamedTuple):
     steps_since_round: Int32[Array, ""]
     global_step: Int32[Array, ""]  # rounds
     ages: Any  # int32[P], steps since each fragment met; () with a single fragment
-    # Like the parameters, float32 for half precision; `InParts` with `shard_center`.
-    center: Tree
-    # The center before the last round, or () where no formula reads it; with coded
-    # pieces, the whole center as the workers have decoded it.
-    taken: Tree
+    # With `overlap`, int32[]: the steps behind what workers contribute in the next
+    # step, 0 where that is nothing; and float32[], how much this worker's counts.
+    waits: Any
+    weight: Any
+    center: Tree  # like the parameters, float32 for half precision
+    taken: Tree  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
+    # With `shard_state` an `InPieces`.
     outer: optax.OptState
-    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
     accumulated: Tree  # what the worker summed up since the last round, or ()
     broken: Any  # bool[], whether it met a NaN or infinity since the last round, or ()
     exchange: Tree  # what the exchange remembers, for each fragment, or ()
@@ -138,12 +127,9 @@ class CenterState(NamedTuple):
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center: Tree = memory.on_device(self.center)
-        if fields.lies_in_pieces(center):
-            center = center.whole()
-        else:
-            for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-                center = jax.tree.map(first_worker, center)
+        center: Tree = self.center
+        for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
+            center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
@@ -157,6 +143,8 @@ class CenterState(NamedTuple):
         rounds, steps = (
             int(jnp.ravel(x)[0]) for x in (self.global_step, self.local_step)
         )
+        if not isinstance(self.waits, tuple):
+            rounds -= int(jnp.ravel(self.waits)[0] > 0)  # which moves it a step later
         return steps > 0 and rounds < parts
 
     def metrics(self, params: Tree | None) -> CenterMetrics:
@@ -172,14 +160,8 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
-            center: Tree = memory.on_device(self.center)
-            if fields.lies_in_pieces(center):
-                # Each place inside has its own center; its own level comes first.
-                levels = max(stacked - 1, 0)
-                center = jax.tree.map(lambda x: jnp.moveaxis(x, 0, levels), center)
-                center = center.whole(levels)
             distance = norm_of(
-                jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
+                jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
         last = ages = None
         if _has_parts(self):
@@ -214,7 +196,7 @@ class CenterState(NamedTuple):
         lost = []
         state: Any = self  # whose class has a table of fields
         learned = fields.kind_of(state, "center").lands == "everyone"
-        if _has_parts(self):
+        if _is_under_way(self):
             if fewer:
                 what = "what leaving workers have learned since their parts met"
                 lost.append((what, _UNDER_WAY))
@@ -222,9 +204,6 @@ class CenterState(NamedTuple):
             what = "have learned" if learned else "accumulated"
             what = f"what workers {what} in {steps} step(s) since their last round"
             lost.append((what, _AFTER_A_ROUND))
-        if isinstance(self.pending, Outgoing):
-            what = "what workers contributed to the sum of the next step"
-            lost.append((what, _UNDER_WAY))
         return lost
 
 

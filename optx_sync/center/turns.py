@@ -1,161 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditionals of a round, which carry only the fields that may change."""
+"""Which part of a center rule meets in a step, where the host that runs it counts.
 
-from collections.abc import Callable, Set
+A compiled step finds in its counters whether workers meet, and needs a conditional for
+that. A host that knows these counters can run a program for each kind of step instead:
+one in which nobody meets, and one for each part that does. It says which one it traces
+by `asked`; rules ask `Turns.kind_of`.
+"""
+
+import contextvars
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
+import jax.core
 
-from optx_sync.center.fragments import Partition
-from optx_sync.center.worker import Center, Worker
-from optx_sync.comm.varying import vary_like
-from optx_sync.metrics import SharedInfo
-from optx_sync.placement import memory
-from optx_sync.trees import Tree
+from optx_sync.step import Period, period_length
+
+# No part meets; other kinds are the numbers of the parts.
+QUIET = -1
 
 
-class Now(NamedTuple):
-    """What a round may change: the operands and results of its conditionals."""
+class Counters(NamedTuple):
+    """The counters of a center rule's state: arrays of a state, or their numbers."""
 
-    worker: Worker
-    center: Center
-    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    exchange: Tree  # what the exchange remembers, for each part
-    info: SharedInfo
-    # Of this round alone. `None` where all contributions count the same.
-    weight: Any  # float[], this worker's
-    well: Any  # bool[], whether this worker is finite; () without `drop_nonfinite`
+    local_step: Any
+    steps_since_round: Any
+    global_step: Any
+    waits: Any  # () without `overlap`
 
-
-# The fields of worker, center and exchange that change when a part sets out, and when
-# one lands.
-SETS_OUT = frozenset({"accumulated", "exchange"})
-LANDS = frozenset({"params", "taken", "value", "outer", "inner"})
-# Those that change when a broken worker starts again.
-MENDS = frozenset({"params", "accumulated", "inner"})
-_ALL = SETS_OUT | LANDS
-# Trees like the parameters are cut into parts, of some fields each part has its own,
-# and `inner` is seen whole.
-_CUT = {"params", "taken", "accumulated", "value"}
-_OF_EACH_PART = {"outer", "exchange"}
-
-Change: TypeAlias = Callable[[Now], Now]
+    @classmethod
+    def of(cls, state: Any) -> "Counters":
+        """Those of a `CenterState`."""
+        return cls(*(getattr(state, name) for name in cls._fields))
 
 
-def either(
-    due: bool | jax.Array, change: Change, now: Now, changes: Set[str] = _ALL
-) -> Now:
-    """`change(now)` if due, else `now`; `changes` names the fields it may change.
+class Turns(NamedTuple):
+    """When the parts of a center rule meet.
 
-    If `due` is a Python bool there is no conditional.
+    Attributes:
+        between: The steps from one exchange to the next.
+        parts: P, the number of parts.
+        overlap: Whether a part lands in the step after the one that is due.
     """
 
-    def changed(given):
-        return change(given)._replace(weight=given.weight, well=given.well)
+    between: Period
+    parts: int
+    overlap: bool
 
-    return _either(due, changed, now, changes)
+    def kind_of(self, state: Any) -> int | None:
+        """The part that meets in the step that is traced, or `QUIET`; `None`: unknown.
 
+        It is known where a host says so for the very counters of this state.
+        """
+        answer = asked.get(None)
+        return None if answer is None else answer(self, Counters.of(state))
 
-def in_turn(
-    parts: Partition,
-    part: int | jax.Array,
-    change: Callable[[Now, int], Now],
-    now: Now,
-    changes: Set[str],
-) -> Now:
-    """Call `change(now, part)` for the part whose turn it is.
-
-    `change` sees this part of what is cut into parts, and the whole of all else. Each
-    part has a conditional of its own, which carries only what may change in that part:
-    XLA copies whatever several branches of one conditional pass on. While `change`
-    runs, center and outer state are on the device, wherever they live.
-    """
-    change = _with_center_here(change)
-    for number in range(parts.number):
-        now = _turn(parts, number, part == number, change, now, changes)
-    return now
-
-
-def _turn(
-    parts: Partition,
-    number: int,
-    due: bool | jax.Array,
-    change: Callable[[Now, int], Now],
-    now: Now,
-    changes: Set[str],
-) -> Now:
-    """The turn of one part, if it is due."""
-    whole = _fields_of(now)
-
-    def pick(name, x):
-        if name in _CUT:
-            return parts.pick(x, number)
-        return parts.of_each(x, number) if name in _OF_EACH_PART else x
-
-    def put(name, x):
-        if name in _CUT:
-            return parts.put(whole[name], number, x)
-        return parts.with_each(whole[name], number, x) if name in _OF_EACH_PART else x
-
-    def changed(seen):
-        # What is only read is cut here, and is no operand where nothing reads it.
-        return change(_over(pick, seen, _ALL - changes), number)
-
-    after = _either(due, changed, _over(pick, now, changes), changes)
-    return _over(put, after, changes)
+    def next(self, now: Counters) -> tuple[int, Counters]:
+        """(the kind of the next step, the counters after it), from numbers."""
+        steps = now.steps_since_round + 1
+        length = self.between
+        if callable(length):
+            with jax.core.eval_context():
+                length = period_length(length, now.local_step - (steps - 1))
+        due, kind = steps >= length, QUIET
+        if self.overlap and now.waits:
+            kind = (now.global_step - 1) % self.parts
+        elif due and not self.overlap:
+            kind = now.global_step % self.parts
+        return kind, Counters(
+            now.local_step + 1,
+            0 if due else steps,
+            now.global_step + due,
+            int(due) if self.overlap else (),  # whether any wait is all that counts
+        )
 
 
-def _either(due: bool | jax.Array, change: Change, now: Now, changes: Set[str]) -> Now:
-    """A conditional that carries only fields that may change.
-
-    Each operand takes as long to trace as a step of the round.
-    """
-    fields, fixed = _fields_of(now), _ALL - changes
-
-    def seen(given):
-        return _over(lambda name, _: fields[name], given, fixed)
-
-    def carried(seen):
-        return _over(lambda *_: (), seen, fixed)
-
-    def changed(given):
-        return vary_like(carried(change(seen(given))), given)
-
-    given = carried(now)
-    if isinstance(due, bool):
-        after = changed(given) if due else given
-    else:
-        after = jax.lax.cond(due, changed, lambda same: same, given)
-    return seen(after)
-
-
-def _fields_of(now: Now) -> dict[str, Tree]:
-    """The fields of a round that a change may be kept from, by their names."""
-    return now.worker._asdict() | now.center._asdict() | {"exchange": now.exchange}
-
-
-def _over(function: Callable[[str, Tree], Tree], now: Now, names: Set[str]) -> Now:
-    """The round with `function(name, field)` of its fields of these names."""
-    found = {
-        name: function(name, x) if name in names else x
-        for name, x in _fields_of(now).items()
-    }
-    return now._replace(
-        worker=Worker(*(found[name] for name in Worker._fields)),
-        center=Center(*(found[name] for name in Center._fields)),
-        exchange=found["exchange"],
-    )
-
-
-def _with_center_here(
-    change: Callable[[Now, int], Now],
-) -> Callable[[Now, int], Now]:
-    """The change, with the center moved to the device before it and back after it."""
-
-    def here(now: Now, part: int) -> Now:
-        if not memory.is_on_host(now.center):
-            return change(now, part)
-        after = change(now._replace(center=memory.on_device(now.center)), part)
-        return after._replace(center=memory.like(after.center, now.center))
-
-    return here
+Answer: TypeAlias = Callable[[Turns, Counters], int | None]
+# What a host that traces a program says of the counters in it.
+asked: contextvars.ContextVar[Answer] = contextvars.ContextVar("asked")

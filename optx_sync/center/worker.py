@@ -13,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round, declared
-from optx_sync.checks import explains_inner, fill_missing, interval
+from optx_sync.checks import explains_inner, fill_missing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
@@ -183,36 +183,6 @@ def absorb(
     return Center(optax.apply_updates(value, updates), outer)
 
 
-class Keep(NamedTuple):
-    """The `take` of a worker that takes the center, and keeps a share of its own."""
-
-    share: float | jax.Array
-
-    def __call__(
-        self, x: jax.Array, before: jax.Array, after: jax.Array, at: Round
-    ) -> jax.Array:
-        """The mean of the worker and the center after the round."""
-        own = jnp.asarray(self.share, after.dtype)
-        return own * x + (1 - own) * after
-
-
-def keeping(rule: CenterRule, keep_local: float | jax.Array | None) -> CenterRule:
-    """The rule with `keep_local=` of a run: of those that take the center."""
-    if keep_local is None:
-        return rule
-    mend = "It is the worker's own share; leave it out for 0."
-    interval("[0, 1]", mend, keep_local=keep_local)
-    nothing = isinstance(keep_local, int | float) and keep_local == 0
-    if nothing or rule.take is not None:
-        return rule
-    return rule._replace(take=Keep(keep_local), reads=(*rule.reads, "after"))
-
-
-def takes_center(rule: CenterRule) -> bool:
-    """Whether a worker takes the center, all of it or for a share."""
-    return rule.take is None or isinstance(rule.take, Keep)
-
-
 def take(
     rule: CenterRule, worker: Worker, before: Tree, after: Tree, at: Round
 ) -> Worker:
@@ -227,7 +197,7 @@ def take(
         x = jax.tree.map(one, as_center(worker.params, after), before, after)
     taken = worker.taken
     if not is_nothing(taken):
-        taken = after if takes_center(rule) else before
+        taken = after if rule.take is None else before
     return worker._replace(params=round_like(x, worker.params), taken=taken)
 
 

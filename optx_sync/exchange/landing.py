@@ -22,7 +22,7 @@ from optx_sync.comm.varying import localize
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.contract import Exchange, Met, Scalars, require_dense
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.placement.fields import InPieces, holds_center
+from optx_sync.placement.fields import holds_center
 from optx_sync.trees import Tree
 
 
@@ -149,7 +149,9 @@ class Pieces(Landing):
     ) -> tuple[Tree, Tree]:
         """A step of `inner` with the pieces."""
         updates, now = self.inner.update(mean, state.tree, params, **extra_args)
-        return updates, InPieces(trees.cast_like(now, state.tree))
+        return updates, dataclasses.replace(
+            state, tree=trees.cast_like(now, state.tree)
+        )
 
     def whole(self, updates: Tree) -> Tree:
         """The updates, gathered from all pieces."""

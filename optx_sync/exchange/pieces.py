@@ -212,7 +212,9 @@ def own_pieces(
     def own(x):
         return localize_where_mapped(x, axis_name) if jnp.ndim(x) else x
 
-    return InPieces(jax.tree.map(own, state))
+    whole = jax.eval_shape(lambda tree: init(cut(tree, None)), tree)
+    sizes = tuple(x.size if x.ndim else 1 for x in jax.tree.leaves(whole))
+    return InPieces(jax.tree.map(own, state), sizes)
 
 
 def check_pieces(

@@ -15,7 +15,7 @@ from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError, apart
 from optx_sync.options import Refused, refuse
-from optx_sync.placement import fields, held, memory
+from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.placement.workers import Mark, map_workers, with_specs
@@ -152,7 +152,7 @@ class Step:
         return traced.lower(lowering_platforms=platforms)
 
     def _program_for(self, arrays: Arrays) -> Any:
-        on_host = memory.is_on_host(arrays)
+        on_host = False
         return self.program_of_two_memories if on_host else self.program
 
     def _check_given_once(

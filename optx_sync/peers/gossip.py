@@ -19,13 +19,21 @@ from optx_sync.center import worker as work
 from optx_sync.center.checks import Options, refuse_hidden_center
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Partition
-from optx_sync.center.landing import Landing
-from optx_sync.center.lockstep import Lockstep
-from optx_sync.center.rounds import AtOnce, Begun, Meeting, Step
+from optx_sync.center.lockstep import Lockstep, meeting_of
+from optx_sync.center.round import (
+    CenterRounds,
+    RoundState,
+    Turn,
+    left_out,
+    moved_center,
+    outer_args,
+    settled,
+    weight_of,
+)
 from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState, norm_of
-from optx_sync.center.turns import Now, either
+from optx_sync.center.worker import Center
 from optx_sync.checks import check_inner, check_seed, floating, shows_call
 from optx_sync.comm.buffers import Joint, alike, joinable
 from optx_sync.comm.collectives import (
@@ -37,8 +45,8 @@ from optx_sync.comm.collectives import (
 from optx_sync.comm.reduce import reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize_where_mapped, vary_like
 from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.meeting import MeetingState
 from optx_sync.options import Refused, refuse
-from optx_sync.outer.gasloc import Gasloc
 from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
 from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.placement import fields
@@ -128,7 +136,7 @@ def gossip(
     *,
     graph: Graph | None = None,
     communication_period: Period = 1,
-    outer: optax.GradientTransformation | Gasloc | None = None,
+    outer: optax.GradientTransformation | None = None,
     seed: int = 0,
     drop_nonfinite: bool = False,
     accumulator_dtype: DTypeLike | None = None,
@@ -213,10 +221,8 @@ def gossip(
             f"graph must be one of oxs.graphs, or an oxs.graphs.Graph; got {graph!r}. "
             f"Write for example {call}."
         )
-    rule, gasloc = local_sgd_rule(), None
-    if isinstance(outer, Gasloc):
-        gasloc = outer
-    elif outer is not None:
+    rule = local_sgd_rule()
+    if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
     options = Options(
@@ -229,18 +235,14 @@ def gossip(
         drop_nonfinite=drop_nonfinite,
     )
     refuse(options, _TOGETHER)
-    meeting = Meeting(options, Landing(options))
-    mixing = Mixing(meeting, graph, check_seed(seed), gasloc)
-    lockstep = Lockstep(meeting, lambda _: mixing)
+    together = CenterRounds(options, meeting_of(options))
+    lockstep = Lockstep(Mixing(options, together, graph, check_seed(seed)))
 
     def init(params):
         state = OwnCenterState(*lockstep.init(params))
         refuse_hidden_center(state.inner)
-        outer = state.outer
-        if gasloc is not None:  # its last proposal
-            outer = work.start_center(params, options.dtype)
         # A worker's own fields vary over the axis from the start.
-        own = localize_where_mapped((state.center, outer), axis_name)
+        own = localize_where_mapped((state.center, state.outer), axis_name)
         return state._replace(center=own[0], outer=own[1])
 
     apply = lockstep.apply
@@ -321,64 +323,57 @@ def noloco(
 
 
 class Mixing(NamedTuple):
-    """A round without delay, for a worker and its partners in a graph."""
+    """Rounds of a worker and its partners in a graph."""
 
-    meeting: Meeting
+    options: Options
+    together: CenterRounds  # the rounds of a graph in which all meet all
     graph: Graph
     seed: int
-    gasloc: Gasloc | None = None
 
-    @property
-    def outer(self) -> optax.GradientTransformation | Gasloc | None:
-        """What a worker's own center is stepped by."""
-        return self.meeting.options.rule.outer if self.gasloc is None else self.gasloc
-
-    def start(self, parts: Partition, center: Tree, held: Tree) -> Begun:
-        """(what is pending, what the exchange remembers) before the first round."""
+    def start(self, parts: Partition, center: Tree) -> tuple[Center, Tree]:
+        """(the worker's own center, what the exchange remembers)."""
         if self.graph.choose == "draw":
-            check_pairs(self.outer)
-        return (), ()
+            check_pairs(self.options.rule.outer)
+        return self.together.start(parts, center)
 
-    def step(self, now: Now, step: Step) -> Now:
-        """One step of the round."""
-        rounds = self.graph.rounds(step.num_workers)
-        if self.graph.choose == "cycle":
-            check_cycle(self.outer, self.graph, step.num_workers)
-        one_group = all(r.groups is not None and len(r.groups) == 1 for r in rounds)
-        if one_group and self.gasloc is None:
+    def meet(self, now: RoundState, turn: Turn, part: int) -> RoundState:
+        """The round of this worker and its partners."""
+        rounds = self.graph.rounds(turn.num_workers)
+        if all(r.groups is not None and len(r.groups) == 1 for r in rounds):
             # All centers are equal, so the workers can send what they moved.
-            return AtOnce(self.meeting).step(now, step)
-        return either(step.due, lambda now: self._round(now, step, rounds), now)
-
-    def _round(self, now: Now, step: Step, rounds: Sequence[GraphRound]) -> Now:
-        meeting, walked, center = self.meeting, now.worker.params, now.center.value
-        x = work.as_center(walked, center)
-        now = meeting.leave_out(now, step, x)
-        sent = self._sent(x, center, now.weight)
-        branches = [
-            functools.partial(_mixed, r, meeting.options.axis_name) for r in rounds
-        ]
+            return self.together.meet(now, turn, part)
+        options, center = self.options, now.center
+        if self.graph.choose == "cycle":
+            check_cycle(options.rule.outer, self.graph, turn.num_workers)
+        x = work.as_center(now.worker.params, center.value)
+        now = left_out(options, now, turn, x)
+        weight = weight_of(now, turn)
+        branches = [functools.partial(_mixed, r, options.axis_name) for r in rounds]
         mean, mass = _mean_of_partners(
-            sent, now.weight, branches, self._chosen(len(rounds), step.rounds)
+            x, weight, branches, self._chosen(len(rounds), turn.rounds)
         )
-        if now.weight is not None:
-            mean = where(mass > 0, mean, center)  # without partners, no contribution
-        at = step.at(0)
-        moved = work.contribute(meeting.options.rule, mean, center, (), center, at)
-        if self.gasloc is not None:
-            moved = self.gasloc.ahead(moved, sent, now.center.outer)
-        now = meeting.land(now, step, moved, mass, at)
-        if self.gasloc is not None:
-            now = now._replace(center=now.center._replace(outer=sent))
-        return meeting.settle(now, step, walked, now.center.value)
+        if weight is not None:
+            mean = where(mass > 0, mean, center.value)  # no partners, no contribution
+        sent = work.contribute(
+            options.rule, mean, center.value, (), center.value, turn.at
+        )
+        meeting = self.together.meeting
+        move, met = meeting.step(
+            meeting.landing,
+            sent,
+            MeetingState((), now.info, center.outer),
+            center.value,
+            outer_args(options, turn, weight),
+        )
+        after = moved_center(center, move, met.inner, mass, weight)
+        worker = work.take(
+            options.rule, now.worker, center.value, after.value, turn.at
+        )
+        return now._replace(worker=worker, center=after)
 
-    def _sent(self, x: Tree, center: Tree, weight: jax.Array | None) -> Tree:
-        """What a worker sends to its partners."""
-        if self.gasloc is None:
-            return x
-        proposal = self.gasloc.proposal(x, center)
-        # Of one that does not count nothing may stay in the momentum.
-        return proposal if weight is None else where(weight > 0, proposal, center)
+    def settle(self, now: RoundState, turn: Turn, walked: Tree) -> RoundState:
+        """The other effects of a round on a worker; a broken one starts again."""
+        return settled(self.options, now, turn, walked)
 
     def _chosen(self, rounds: int, global_step: jax.Array) -> Any:
         """This round's place in the graph: equal on all workers, and after a resume."""

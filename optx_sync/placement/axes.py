@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from optx_sync.checks import integer
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import cut_numbers, in_rows
-from optx_sync.placement import fields, memory
+from optx_sync.placement import fields
 from optx_sync.placement.leaves import Leaf, Mark, is_optax, leaves_of
 from optx_sync.placement.workers import FIT, entries
 from optx_sync.trees import Tree, check_arrays
@@ -33,8 +33,8 @@ def specs_like(
     """The spec of each leaf of a tree with states in it, from the parameters' own.
 
     `params` are, by the names in their paths, the parameters and their specs, `None`
-    where there is none. A leaf that belongs to a parameter lies like it. With `sizes`,
-    those of the mesh's axes, parts of parameters are divided where they can be.
+    where there is none. A leaf that belongs to a parameter lies like it; `sizes` are
+    those of the mesh's axes.
     """
 
     def spec(leaf: Leaf, like: PartitionSpec) -> PartitionSpec:
@@ -43,12 +43,7 @@ def specs_like(
                 return node.spec_of(leaf.x)
             if fields.is_in_pieces(node):  # flat, with none of its parameter's axes
                 return PartitionSpec()
-        behind = [kind.buffers for kind in leaf.kinds if kind.buffers is not None]
-        if sizes is None or not behind or jnp.ndim(leaf.x) <= behind[0]:
-            return like
-        shape = jnp.shape(leaf.x)[behind[0] :]
-        found = shards.spec_of_buffer(shape, params, sizes)
-        return PartitionSpec(*[None] * behind[0], *found) if found else PartitionSpec()
+        return like
 
     return list(map(spec, leaves_of(tree), shards.specs_like(tree, params, sizes)))
 
@@ -74,7 +69,7 @@ def stacked(leaf: Leaf, x: Tree, n: int, mark: Mark, level: int = 0) -> jax.Arra
     Of several levels the innermost comes first.
     """
     if mark is None:
-        return memory.copy(x)
+        return jnp.copy(x)
     cut = leaf.cut(level)
     if cut:
         return TO_CUT[cut](x, n)

@@ -22,7 +22,6 @@ kinds of the `Info`'s table.
 import dataclasses
 import enum
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, ModuleType
@@ -55,11 +54,6 @@ class Kind(NamedTuple):
     slots: bool = True
     # Of a field with parameters: who starts from them after `resize`.
     lands: Literal["nobody", "joiners", "everyone"] | None = None
-    # Where its arrays live between the steps that touch them: `placement/memory.py`.
-    memory: Literal["device", "pinned_host"] = "device"
-    # Whether its arrays are those in which parts of the parameters wait, and behind how
-    # many axes.
-    buffers: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -77,19 +71,10 @@ class Kind(NamedTuple):
         return self._replace(slots=False)
 
     @property
-    def on_host(self) -> "Kind":
-        """The same kind for arrays in the memory of the host."""
-        return self._replace(memory="pinned_host")
-
-    def of_buffers(self, behind: int = 0) -> "Kind":
-        """The same kind for arrays in which parts of the parameters wait."""
-        return self._replace(buffers=behind)
-
-    @property
     def like_params(self) -> "Kind":
         """The kind of such a field where it is equal wherever the parameters are."""
         lands = "joiners" if self.is_center else None
-        return Kind("params", slots=self.slots, lands=lands, memory=self.memory)
+        return Kind("params", slots=self.slots, lands=lands)
 
 
 COUNTER = Kind("all levels").not_a_slot
@@ -236,15 +221,28 @@ class Cut(enum.IntEnum):
     LEAVES = 2  # a stack of leaves, an equal number of them on each
 
 
-class InPieces(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["sizes"]
+)
+@dataclasses.dataclass(frozen=True)
+class InPieces:
     """A tree whose arrays are cut in pieces, one on each worker; scalars are not cut.
 
     An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
     last ones padded. What `init` returns outside of a mapped axis is flat and whole
     (N = 1).
+
+    Attributes:
+        tree: The pieces.
+        sizes: n, the numbers of each whole array in the order of the leaves: a part of
+            the structure, so that another number of workers can cut it anew.
     """
 
     tree: Tree
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _tell_flax(InPieces, "tree")
 
 
 class Owned(NamedTuple):
@@ -277,43 +275,6 @@ class InStacks:
         return PartitionSpec(self.axes) if x.ndim else PartitionSpec()
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["partition"]
-)
-@dataclasses.dataclass(frozen=True)
-class InParts:
-    """A tree divided into parts, each of which is cut in pieces.
-
-    `partition`, a `Partition` of `center/fragments.py`, belongs to the tree's
-    structure: it is no array.
-    """
-
-    parts: tuple[InPieces, ...]
-    partition: Tree
-
-    def __post_init__(self) -> None:
-        _tell_flax(InParts, "parts")
-
-    @property
-    def shapes(self) -> tuple[Tree, ...]:
-        """The shapes and dtypes of each part, as a tree."""
-        return self.partition.split(self.partition.shapes)
-
-    def whole(self, levels: int = 0) -> Tree:
-        """The whole tree, of all workers' pieces or of what `init` returns.
-
-        So it is for each place along `levels` axes in front.
-        """
-        if levels:
-            return jax.vmap(lambda of_place: of_place.whole(levels - 1))(self)
-        return self.partition.join(
-            [
-                jax.tree.map(_joined, part.tree, shape)
-                for part, shape in zip(self.parts, self.shapes, strict=True)
-            ]
-        )
-
-
 def _tell_flax(kind: type, name: str) -> None:
     """Let Flax, once it is imported, save objects of a class by one of their fields."""
     serialization = sys.modules.get("flax.serialization")
@@ -330,25 +291,6 @@ def _tell(serialization: ModuleType, kind: type, name: str) -> None:
     serialization.register_serialization_state(
         kind, lambda x: {name: serialization.to_state_dict(getattr(x, name))}, restored
     )
-
-
-def _joined(pieces: Tree, like: Tree) -> Tree:
-    """An array in its shape, from its pieces `[N, k]` or from all of it, flat."""
-    size, workers = math.prod(like.shape), max(1, *pieces.shape[:1])
-    if pieces.shape not in ((size,), (workers, -(-size // workers))):
-        raise ValueError(ONE_PIECE)
-    return pieces.reshape(-1)[:size].reshape(like.shape)
-
-
-ONE_PIECE = (
-    "The state holds one piece of its center, or pieces for other parameters. Ask for "
-    "the center outside of the mapped function, of the state of all workers together."
-)
-
-
-def lies_in_pieces(center: object) -> bool:
-    """Whether each worker holds only pieces of a center."""
-    return isinstance(center, InPieces | InParts)
 
 
 def is_in_pieces(x: object) -> bool:

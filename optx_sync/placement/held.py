@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the parameters in a state, and those of a center in it."""
 
-import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import optax
 
-from optx_sync.comm.shards import Names, parameters_of
+from optx_sync.comm.shards import Names
 from optx_sync.forms import Form, Structure, is_variable
 from optx_sync.placement import fields
 from optx_sync.placement.axes import refuse_around_center
@@ -76,8 +74,6 @@ def held(state: Tree, form: Form) -> list[Held]:
     found = []
     for node in centers(form.bare(numbers)):
         center: Tree = (fields.center_of(node) or ((), ()))[1]
-        if isinstance(center, fields.InParts):
-            center = center.partition.shapes
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
         places = []
         for path, x in pairs:
@@ -93,39 +89,15 @@ def held(state: Tree, form: Form) -> list[Held]:
     return found
 
 
-def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
-    """How many numbers the whole of each array in pieces has; `None` if unknown.
-
-    `params` are the parameters' sizes. Parts in pieces tell their own.
-    """
-
-    def of_pieces(pieces, params):
-        owners = parameters_of(pieces, params)
-        found = (params.get(owner) for owner in owners)
-        return jax.tree.structure(pieces).unflatten(found)
-
-    def visit(node):
-        known = fields.fields_of(node) if fields.is_level(node) else ()
-        found = [x for *_, x in known if isinstance(x, fields.InParts)]
-        parts = map(_sizes_of, found[0].shapes) if found else [params]
-        # Of a field in parts each has its own, in their order.
-        each = itertools.cycle(parts)
-        return jax.tree.map(
-            lambda x: of_pieces(x, next(each)) if fields.is_in_pieces(x) else None,
-            node,
-            is_leaf=fields.is_in_pieces,
-        )
-
+def sizes(tree: Tree) -> Tree:
+    """How many numbers the whole of each array in pieces has; `None` elsewhere."""
     return jax.tree.map(
-        visit, tree, is_leaf=lambda x: fields.is_level(x) or fields.is_in_pieces(x)
+        lambda x: jax.tree.structure(x).unflatten(x.sizes)
+        if fields.is_in_pieces(x)
+        else None,
+        tree,
+        is_leaf=fields.is_in_pieces,
     )
-
-
-def _sizes_of(tree: Tree) -> dict[Names, int]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return {
-        names_of(path): 0 if is_masked(x) else math.prod(x.shape) for path, x in leaves
-    }
 
 
 def is_state(tree: Tree) -> bool:

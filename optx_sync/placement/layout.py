@@ -25,7 +25,7 @@ from jax.sharding import (
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, Sizes, check_axis_name
 from optx_sync.forms import Form
-from optx_sync.placement import fields, held, memory
+from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import specs_like, stacked
 from optx_sync.placement.leaves import Leaf, Mark, is_key, on_data
@@ -145,8 +145,7 @@ class Layout(NamedTuple):
         """What `start` would give: shapes, dtypes and places."""
         of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
         places = self.places(form, arrays) or [
-            SingleDeviceSharding(jax.devices()[0], memory_kind=_memory(leaf))
-            for leaf in held.leaves(form, arrays)
+            SingleDeviceSharding(jax.devices()[0]) for _ in arrays
         ]
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -172,7 +171,7 @@ class Layout(NamedTuple):
             entries += [None] * (jnp.ndim(leaf.x) - len(spec))
         elif 0 in jnp.shape(leaf.x):
             entries = []
-        return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=_memory(leaf))
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     def _specs_of(self, form: Form, arrays: Arrays) -> list[PartitionSpec] | None:
         """The specs of one worker's arrays, where they are known."""
@@ -237,8 +236,7 @@ class Layout(NamedTuple):
             first.put(arrays, params)
         places = places or self.places(form, one)
         if places is None:
-            pairs = zip(arrays, held.leaves(form, arrays), strict=True)
-            return [memory.on_host(x) if leaf.is_on_host else x for x, leaf in pairs]
+            return list(arrays)
         # Put where it lies already, an array would be of another type to a step.
         pairs = zip(arrays, places, strict=True)
         return [
@@ -256,9 +254,7 @@ class Layout(NamedTuple):
         def of_one(leaf: Leaf) -> tuple[int, ...]:
             return leaf.x.shape[len(self._levels(leaf)) :]
 
-        params = held.params(tree, found).items()
-        sizes = {name: math.prod(of_one(leaf)) for name, leaf in params}
-        whole = form.pick(held.sizes(tree, sizes))
+        whole = form.pick(held.sizes(tree))
         return [
             jax.ShapeDtypeStruct(_whole(leaf, of_one(leaf), size), leaf.x.dtype)
             for leaf, size in zip(found, whole, strict=True)
@@ -277,11 +273,6 @@ def check_one_number(before: tuple[int, ...], after: tuple[int, ...]) -> None:
 def marks(levels: Levels, level: int) -> list[Mark]:
     """Whether each array lies along the axis of a level."""
     return [0 if level in along else None for along in levels]
-
-
-def _memory(leaf: Leaf) -> str | None:
-    """The kind of memory in which an array belongs, where that is not the usual one."""
-    return memory.HOST if leaf.is_on_host else None
 
 
 def _onto(mesh: Mesh, x: Tree) -> jax.Array:
@@ -312,7 +303,7 @@ def _spec_of(
     return spec
 
 
-def _whole(leaf: Leaf, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
+def _whole(leaf: Leaf, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The shape of the whole of which one worker has an array of this shape."""
     cut = leaf.cut()
     if not cut or not shape:
@@ -327,11 +318,6 @@ def _whole(leaf: Leaf, shape: tuple[int, ...], size: int | None) -> tuple[int, .
         )
         # Equal on all workers, some of whom are elsewhere.
         return int(np.ravel(number.addressable_shards[0].data)[0]), *shape[1:]
-    if size is None:
-        raise ValueError(
-            f"The state {path_name(leaf.path)} lies in pieces, and no parameter tells "
-            "its size. Cut it anew with oxs.by_hand.resize(tx, params, state, n)."
-        )
     return (size,)
 
 
@@ -346,7 +332,7 @@ def of_one(
 ) -> list[jax.Array]:
     """The arrays of one worker, without the axes of the levels from this one on."""
     # Copies, also of what is shared: a step uses the state up.
-    found = list(map(memory.copy, arrays))
+    found = list(map(jnp.copy, arrays))
     for place, along in enumerate(levels):
         for axis, level in reversed(list(enumerate(along))):
             if level >= outermost:

@@ -86,12 +86,6 @@ class Leaf(NamedTuple):
         return any(kind.whose == "all levels" for kind in self.levels)
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether it belongs into the memory of the host; scalars do not."""
-        away = any(kind.memory != "device" for kind in self.kinds)
-        return away and _ndim(self.x) > 0
-
-    @property
     def _piece(self) -> fields.Cut:
         """How it is cut over the workers of the level that holds it."""
         inside = [field for field in self.around if isinstance(field.node, _CUT)]

@@ -247,10 +247,6 @@ def _say(lost: list[tuple[str, str]], strict: bool) -> None:
 
 def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
     """Parameters `[n, ...]`, with joiners, or all workers, at the center."""
-    if isinstance(center, fields.InParts):
-        levels = max((c.ndim - 2 for c in jax.tree.leaves(center)), default=0)
-        whole = jax.tree.map(lambda c: c[0], center).whole(levels)
-        center = jax.tree.map(lambda c: np.asarray(c)[None], whole)
     first = 0 if kind.lands == "everyone" else min(how.before, how.after)
 
     def place(c, p):

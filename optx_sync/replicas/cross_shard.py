@@ -12,10 +12,11 @@ from optx_sync.comm.collectives import AxisName, GroupAssignment
 from optx_sync.comm.reduce import Reduction
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract, measures
-from optx_sync.exchange.agree import agree, times, with_update
+from optx_sync.exchange.agree import times
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing, Pieces
+from optx_sync.exchange.meeting import Meeting
 from optx_sync.metrics import Info, or_none
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
@@ -175,7 +176,9 @@ def cross_shard(
         measure,
     )
     refuse(options, _TOGETHER)
-    replicas = _CrossShard(options, _landing(options))
+    summed = reduction == "sum"
+    meeting = Meeting(options.exchange, _landing(options), summed)
+    replicas = _CrossShard(options, meeting)
     return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
 
 
@@ -326,7 +329,7 @@ class _CrossShard(NamedTuple):
     """`init` and `update` of `cross_shard`."""
 
     options: _Options
-    landing: Landing
+    meeting: Meeting
 
     @property
     def keeps(self) -> bool:
@@ -348,7 +351,7 @@ class _CrossShard(NamedTuple):
             return tree if options.group_assignment is None else own(tree)
 
         params = in_groups(params)
-        inner = in_groups(self.landing.init(params))
+        inner = in_groups(self.meeting.init(params))
         if not self.keeps:
             return inner
         outliers = contract.start_outliers(options.exchange)
@@ -380,19 +383,24 @@ class _CrossShard(NamedTuple):
         )
         batch_size = measures.check_batch_size(batch_size)
         before = state if self.keeps else CrossShardState((), Info(), state)
-        like = updates if params is None else params
-        landing = self.landing.fit(updates, like, before.inner)
-        mean, now = self.meet(landing, updates, before, weight, batch_size)
-        own = None if params is None else landing.share(params)
-        with checks.explains_inner(mean):
-            new, state = landing.step(mean, before.inner, own, extra_args)
-        new = checks.fill_missing(landing.whole(new), params)
-        info = with_update(now.info, new, options.axis_name)
-        now = now._replace(
-            info=varying.vary_like(info, before.info),
-            inner=varying.vary_like(state, before.inner),
-        )
-        return new, now if self.keeps else now.inner
+        landing = self.meeting.fit(updates, params, before)
+        if options.grads == "local":
+            mean, now, _ = self.meeting.agree(
+                landing, updates, before, weight=weight, batch_size=batch_size
+            )
+        else:
+            mean, now = landing.share(self.reduced(updates)), before
+        new, now = self.meeting.step(landing, mean, now, params, extra_args)
+        now = now._replace(info=varying.vary_like(now.info, before.info))
+        return checks.fill_missing(new, params), now if self.keeps else now.inner
+
+    def reduced(self, grads: Tree) -> Tree:
+        """The mean or sum of all gradients, which the caller has summed or averaged."""
+        given, asked = self.options.grads == "summed", self.meeting.summed
+        if given == asked:
+            return grads
+        replicas = collectives.axis_size(self.options.axis_name)
+        return times(grads, replicas, divided=given)
 
     def check(self, grads, params, weight) -> None:
         """Refuse arguments that do not fit."""
@@ -405,25 +413,3 @@ class _CrossShard(NamedTuple):
         else:
             varying.require_local(grads, options.axis_name, "gradient")
             contract.check_call(options.exchange, grads, weight)
-
-    def meet(self, landing, grads, state: CrossShardState, weight, batch_size):
-        """(this replica's share of the mean or sum of all gradients, the state)."""
-        options = self.options
-        summed = options.reduction == "sum"
-        if options.grads != "local":
-            mean = landing.share(grads)
-            if summed != (options.grads == "summed"):
-                replicas = collectives.axis_size(options.axis_name)
-                mean = times(mean, replicas, divided=not summed)
-            return mean, state
-        agreed = agree(
-            options.exchange,
-            landing,
-            grads,
-            state.exchange,
-            state.info,
-            weight=weight,
-            batch_size=batch_size,
-            summed=summed,
-        )
-        return agreed.mean, state._replace(exchange=agreed.memory, info=agreed.info)

@@ -85,7 +85,8 @@ class Leaves(Landing):
         updates, own, constants = self.leaves.update(
             self.plan, mean, before, params, extra_args
         )
-        after = OwnedState(fields.InPieces(own), constants, state.numbers)
+        now = dataclasses.replace(state.own, tree=own)
+        after = OwnedState(now, constants, state.numbers)
         return updates, trees.cast_like(after, state)
 
     def whole(self, updates: Tree) -> Tree:

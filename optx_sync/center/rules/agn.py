@@ -39,7 +39,6 @@ def agn_rule(
         mean_over="pushed" if reduction == "mean" else None,
         accumulate=accumulate,
         reads=("accumulated",),
-        affine=True,
     )
 
 

@@ -25,7 +25,6 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
         ),
         mean_over="workers",
         reads=("params", "taken"),
-        affine=True,
     )
 
 

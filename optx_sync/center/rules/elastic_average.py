@@ -89,7 +89,6 @@ def elastic_rule(
         check=check,
         check_lockstep=check_lockstep,
         reads=("params", "center", "before"),
-        affine=True,
     )
 
 

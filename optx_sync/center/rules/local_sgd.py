@@ -19,7 +19,6 @@ def local_sgd_rule() -> CenterRule:
         contribute=lambda own, center, at: own.params - own.taken,
         mean_over="workers",
         reads=("params", "taken"),
-        affine=True,
     )
 
 
