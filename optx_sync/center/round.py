@@ -174,11 +174,8 @@ def moved_center(
     before: Center, move: Tree, outer: Tree, pushed: Any, weight: jax.Array | None
 ) -> Center:
     """The center after a move; where nobody has pushed, it and `outer` stay."""
-    if weight is not None:
-        some = pushed > 0
-        move = where(some, move, zeros_like(move))
-        outer = where(some, outer, before.outer)
-    return Center(optax.apply_updates(before.value, move), outer)
+    after = Center(optax.apply_updates(before.value, move), outer)
+    return after if weight is None else where(pushed > 0, after, before)
 
 
 def left_out(options: Options, now: RoundState, turn: Turn, sent: Tree) -> RoundState:

@@ -79,8 +79,9 @@ def restated(rule):
                     x = list(map(np.subtract, x, pulls))
                 else:
                     d = sum(w[i] * (c - x[i]) for i in range(N))
-                    outer = 0.9 * outer + d
-                    c = c - 0.7 * outer
+                    if steps.any():  # of nobody there is no mean
+                        outer = 0.9 * outer + d
+                        c = c - 0.7 * outer
                     x = [c] * N
             history[name].append(np.stack(x))
     return {name: np.stack(x) for name, x in history.items()}, counts
@@ -100,9 +101,9 @@ def test_the_one_without_a_batch_stands_still_and_counts_by_its_steps(rule, cont
 
 @pytest.mark.parametrize("context", ["vmap_axes", "shard_map_axes"])
 def test_of_equal_numbers_of_steps_nothing_is_seen(context):
-    """To the bit, where the number is a power of two: others are rounded once more."""
+    """Up to how XLA joins the center's step with the choice of what to keep of it."""
     grads, shape = grads_of(), (ROUNDS * PERIOD, N)
     plain, _ = replay(context, "diloco", INNER, grads)
     extra = {"there": np.ones(shape, bool), "weight": np.full(shape, 4, np.float32)}
     found, _ = replay(context, "diloco", STANDING_STILL, grads, **extra)
-    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    contexts.assert_close(found, plain)

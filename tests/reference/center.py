@@ -169,8 +169,7 @@ def in_fragments(
     owner,
     *,
     period,
-    delay=0,
-    keep=0.0,
+    overlap=False,
     rate=None,
     outer: tuple = (),
     broken=None,
@@ -178,7 +177,9 @@ def in_fragments(
     """Parameters [T, N, D] and centers [T, D] for x0 [D] and gradients [T, N, D].
 
     `owner` int[D] says to which part a number belongs; one of them meets every
-    `period / parts` steps. Rules and the other arguments are those of `lockstep`.
+    `period / parts` steps. With `overlap` it does so in the step after: it brings what
+    workers had before that step, whose update of the part is overwritten. Rules and the
+    other arguments are those of `lockstep`.
     """
     owner, grads = np.asarray(owner), np.asarray(grads, F)
     parts = owner.max() + 1
@@ -190,8 +191,23 @@ def in_fragments(
     slots, outer_slots = start(x), outer[0](c) if outer else None
     total, summed = np.zeros_like(x), np.zeros(parts, int)
     out = np.zeros((workers, 1), bool)
-    since, exchanges, pending = 0, 0, ()
+    since, exchanges, waits = 0, 0, None
     history, centers = [], []
+
+    def bring(x, c, total, out, part, steps):
+        """(whose numbers they are, their sum or mean, how many have come)."""
+        if rule == "elastic":
+            sent = F(rate) * (x - c)
+        elif rule == "agn":
+            sent = total / F(steps)
+        else:
+            sent = c - x if rule == "diloco" else x - c
+        came = workers - out.sum()
+        sent = np.where(out, F(0), sent).sum(0)
+        if rule != "elastic":
+            sent = sent / F(max(came, 1))
+        of = owner == part
+        return of, np.where(of, sent, F(0)), came
 
     def land(x, c, outer_slots, of, arrived, came):
         new = c
@@ -207,43 +223,35 @@ def in_fragments(
                 new = c + arrived
         c = np.where(of, new, c)
         if rule != "elastic":
-            x = np.where(of, F(keep) * x + F(1 - keep) * c, x)
+            x = np.where(of, c, x)
         return x, c, outer_slots
 
     for t, grad in enumerate(grads):
+        restarts, brought = out, None
+        if waits is not None:
+            brought = bring(x, c, total, out, *waits)
+            total = np.where(brought[0], F(0), total)
         update, slots = step(grad, slots)
         if broken is not None:
             out = out | broken[t][:, None]
         x = np.where(out, x, x + update)
         total = total + grad
         since, summed = since + 1, summed + 1
-        if pending and (since == delay or since == between):
-            x, c, outer_slots = land(x, c, outer_slots, *pending)
-            pending = ()
-        if since == between:
-            part = exchanges % parts
-            of = owner == part
-            if rule == "elastic":
-                sent = F(rate) * (x - c)
-            elif rule == "agn":
-                sent = total / F(summed[part])
-            else:
-                sent = c - x if rule == "diloco" else x - c
-            came = workers - out.sum()
-            sent = np.where(out, F(0), sent).sum(0)
-            if rule != "elastic":
-                sent = sent / F(max(came, 1))
-            pending = of, np.where(of, sent, F(0)), came
-            total = np.where(of, F(0), total)
-            summed[part] = 0
-            if not delay:
-                x, c, outer_slots = land(x, c, outer_slots, *pending)
-                pending = ()
+        part, due = exchanges % parts, since == between
+        if due and not overlap:
+            brought, restarts = bring(x, c, total, out, part, summed[part]), out
+            total = np.where(brought[0], F(0), total)
+        if brought is not None:
+            x, c, outer_slots = land(x, c, outer_slots, *brought)
             x, slots, total = (
-                np.where(out, value, now)
+                np.where(restarts, value, now)
                 for value, now in ((c, x), (F(0), slots), (F(0), total))
             )
-            since, exchanges, out = 0, exchanges + 1, np.zeros_like(out)
+            out = out & ~restarts
+        waits = (part, summed[part]) if due and overlap else None
+        if due:
+            summed[part] = 0
+            since, exchanges = 0, exchanges + 1
         history.append(x)
         centers.append(c)
     return np.stack(history), np.stack(centers)
