@@ -312,7 +312,7 @@ def test_parts_in_pieces_are_cut_anew():
         size = before.sizes[0]
         assert np.abs(one).max() > 0
         same(one.reshape(-1)[:size], was[:size])
-    moved, more = train(start(tx, 3)[0], moved, more, 1)
+    moved, more = train(start(tx, 3)[0], moved, more, 2)
     before, after = (oxs.center_params(x, params)["w"] for x in (state, more))
     assert not np.array_equal(before, after)
 
