@@ -353,12 +353,6 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}; 10 rounds of warm-up, published 120",
         "EDiT 2024, arXiv 2412.07210",
     ),
-    "DiLoCo, elected": Method(
-        "merge",
-        diloco(exchange=ex.elected()),
-        f"0.7 / 0.9, H = {PERIOD}; nothing trimmed; published for whole models",
-        "TIES: Yadav et al. 2023, arXiv 2306.01708",
-    ),
     "DiLoCo, 8 bits": Method(
         "codes",
         diloco(exchange=ex.quantized(bits=8)),

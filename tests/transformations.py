@@ -41,7 +41,6 @@ EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
         ex.penalized(),
         ex.penalized(ex.error_feedback(ex.quantized()), groups=lambda path: path),
     ],
-    "elected": [ex.elected(), ex.elected(ex.quantized())],
 }
 GRAPHS: dict[str, Any] = {
     "ring": oxs.graphs.ring(),
