@@ -41,7 +41,7 @@ EXCHANGES: dict[str, oxs.exchange.Exchange] = {
         "top_k(3,5,2) power_sgd() power_sgd(2,1) error_feedback(all_reduce()) "
         "error_feedback(quantized(4),0.5) error_feedback(top_k(1,4)) "
         "error_feedback(power_sgd()) median() trimmed_mean(1) sign_majority() "
-        "geometric_median(2) krum(1) krum(0,2) adasum() clipped(0.5) "
+        "geometric_median(2) krum(1) krum(0,2) clipped(0.5) "
         "clipped('median') clipped(1.0,quantized()) radial() penalized() "
         "radial(error_feedback(quantized(4))) penalized(quantized())"
     ).split()

@@ -39,7 +39,6 @@ ROBUST = {
     "clipped": exchange.clipped("median"),
     "geometric_median": exchange.geometric_median(),
     "krum": exchange.krum(0),
-    "adasum": exchange.adasum(),
     "radial": exchange.radial(),
     "penalized": exchange.penalized(groups=lambda path: path, temperature=10.0),
 }

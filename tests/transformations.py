@@ -31,7 +31,6 @@ EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
     "sign_majority": [ex.sign_majority()],
     "geometric_median": [ex.geometric_median()],
     "krum": [ex.krum(1)],
-    "adasum": [ex.adasum()],
     "clipped": [ex.clipped("median"), ex.clipped(1.0, ex.quantized())],
     "radial": [
         ex.radial(),

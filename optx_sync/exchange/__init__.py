@@ -16,7 +16,6 @@ from optx_sync.exchange.penalized import penalized as penalized
 from optx_sync.exchange.power_sgd import power_sgd as power_sgd
 from optx_sync.exchange.quantized import quantized as quantized
 from optx_sync.exchange.radial import radial as radial
-from optx_sync.exchange.robust.adasum import adasum as adasum
 from optx_sync.exchange.robust.clipped import clipped as clipped
 from optx_sync.exchange.robust.coordinate import median as median
 from optx_sync.exchange.robust.coordinate import sign_majority as sign_majority

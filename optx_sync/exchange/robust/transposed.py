@@ -28,7 +28,6 @@ class Everyone(NamedTuple):
 
     # Pieces of leaves, those side by side that can be.
     blocks: list[Num[Array, "replicas piece"]]
-    joint: buffers.Joint  # of the leaves' pieces, [replicas, numbers of one] each
     counts: Bool[Array, " replicas"]  # who counts
     # [replicas, ...], what each replica says of itself; `None` without `sizes`.
     sizes: Any
@@ -78,7 +77,7 @@ def transposed(
             counts, said = said[:, -1] > 0, said[:, :-1]
 
         blocks = [all_to_all(x, axis_name) for x in joint.join(rows)]
-        found = rule(Everyone(blocks, joint, counts, said, axis_name, axes))
+        found = rule(Everyone(blocks, counts, said, axis_name, axes))
         parts = joint.cut([gather(x[None], axis_name) for x in found])
         mean = treedef.unflatten(
             buffers.shaped(part, x).astype(x.dtype)
