@@ -21,8 +21,6 @@ Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Codes: TypeAlias = UInt8[Array, "pieces blocks block"]
 Beside: TypeAlias = Float[Array, "pieces blocks beside"]
 There: TypeAlias = Bool[Array, "pieces blocks block"]
-# For each number one in [0, 1), of stochastic rounding; `None`: to the nearest.
-Drawn: TypeAlias = Blocks | None
 Made: TypeAlias = tuple[Codes, Beside]
 
 
@@ -31,11 +29,11 @@ class Kind(NamedTuple):
 
     bits: tuple[int, ...]  # how many a code may have
     beside: Callable[[int], int]  # how many numbers travel beside the codes of a block
-    code: Callable[[Blocks, There, int, Drawn], Made]
+    code: Callable[[Blocks, There, int], Made]
     read: Callable[[Codes, Beside, int], Blocks]
 
 
-def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
+def _linear(x: Blocks, there: There, bits: int) -> Made:
     """Steps of the largest number over m."""
     # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
     # CPUs makes one loop of both together, but three of the maximum of a long row
@@ -52,9 +50,7 @@ def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     scales = jnp.where(finite, scales, jnp.nan)[..., None]
     # A subnormal largest number may have the scale 0: its block becomes zeros.
     divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
-    steps = x / divisor
-    steps = jnp.round(steps) if drawn is None else jnp.floor(steps + drawn)
-    steps = jnp.clip(steps, -top, top)
+    steps = jnp.clip(jnp.round(x / divisor), -top, top)
     # A NaN as an integer depends on the platform; the scale tells of it.
     return jnp.where(jnp.isnan(steps), 0.0, steps + top).astype(jnp.uint8), scales
 
@@ -82,7 +78,7 @@ LEVELS: dict[int, tuple[float, ...]] = {
 }
 
 
-def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
+def _lloyd(x: Blocks, there: There, bits: int) -> Made:
     """The nearest levels of x over its root mean square, times the scale that fits."""
     levels, half = LEVELS[bits], 2 ** (bits - 1)
     squares, number = _sums(x * x, there.astype(x.dtype))
@@ -106,7 +102,7 @@ def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
     return _looked_up(codes, [np.asarray(x, beside.dtype) for x in levels]) * beside
 
 
-def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
+def _statistical(x: Blocks, there: There, bits: int) -> Made:
     """Bins around the mean, six standard deviations together; each becomes its mean."""
     bins = 2**bits
     total, number = _sums(x, there.astype(x.dtype))

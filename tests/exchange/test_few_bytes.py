@@ -308,9 +308,6 @@ quantized(bits=True)  # TypeError: bits must be an integer
 quantized(bits=1, code="linear")  # ValueError: bits=1 and code='linear'
 quantized(code="lloyd")  # ValueError: bits=8 and code='lloyd'
 quantized(4, code="log")  # ValueError: code='log'
-quantized(rounding="up")  # ValueError: rounding must be
-quantized(2, rounding="stochastic")  # ValueError: Write code='linear'
-quantized(seed=0.5)  # TypeError: seed must be an integer
 rotated(quantized(), "fourier")  # ValueError: 'hadamard' or 'dct'
 rotated(quantized(), block=48)  # ValueError: power of two .* got 48
 rotated(quantized(), seed="a")  # TypeError: seed
