@@ -194,12 +194,11 @@ def gossip(graph) -> Callable:
     return lambda inner: oxs.gossip(inner, AXIS, graph=graph)
 
 
-def muloco(momentum, exchange=None, rate=0.7) -> Callable:
-    return lambda inner: oxs.diloco(
+def muloco(inner) -> optax.GradientTransformation:
+    return oxs.diloco(
         oxs.cross_shard(inner, "chips", shard_state="leaves"),
         "pods",
-        outer=optax.sgd(rate, momentum, nesterov=True),
-        exchange=exchange,
+        outer=optax.sgd(0.7, 0.6, nesterov=True),
         communication_period=30,
     )
 
@@ -419,22 +418,9 @@ METHODS = {
     ),
     "MuLoCo": Method(
         "center",
-        muloco(0.6),
+        muloco,
         "Muon 0.02, outer Nesterov 0.7 / 0.6, H = 30; 4 pods of 2 chips, each matrix "
         "whole on its owner",
-        "Therien et al. 2025, arXiv 2505.23725",
-        inner="muon",
-        axes={"pods": 4, "chips": 2},
-    ),
-    "MuLoCo, 2 bits": Method(
-        "codes",
-        muloco(
-            0.9,
-            fed(ex.quantized(2, 4096, code="statistical"), decay=0.9),
-            rate=0.8,
-        ),
-        "the same with outer Nesterov 0.8 / 0.9, statistical 2 bits in blocks of 4096, "
-        "feedback of which 0.9 is kept",
         "Therien et al. 2025, arXiv 2505.23725",
         inner="muon",
         axes={"pods": 4, "chips": 2},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized means: codes of 1 to 8 bits, with scales or tables, in two hops."""
+"""Quantized means: codes of 1 to 8 bits, with scales, in two hops."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.exchange import pieces
-from optx_sync.exchange.codes import KINDS, Beside, Blocks, Codes
+from optx_sync.exchange.codes import KINDS, Blocks, Codes, Scales
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float, Int32, UInt8
@@ -27,7 +27,7 @@ def quantized(
     bits: int = 8,
     block: int = 256,
     *,
-    code: Literal["linear", "statistical", "lloyd"] | None = None,
+    code: Literal["linear", "lloyd"] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
     r"""Gradient compression to codes of 1 to 8 bits, which travel in two hops.
@@ -61,20 +61,10 @@ def quantized(
     Of such numbers 1, 2, 3 and 4 bits lose .363, .117, .035 and .0095 of the square;
     `rotated` makes nearly any numbers so. No level is 0.
 
-    `code="statistical"`, MuLoCo's: 2^b bins of 6 standard deviations together around
-    the mean of the block, each of which becomes the mean of its numbers:
-
-    .. math::
-
-        q = \text{clip}\Big(\text{round}\Big(\frac{x - \mu}{6 \sigma / 2^b} +
-        2^{b-1}\Big), 0, 2^b - 1\Big), \qquad C(x) = \text{mean of the } x
-        \text{ of bin } q
-
     All replicas decode the same bits, so their means are equal. All leaves of a bucket
     travel in two collectives, codes, scales and weights together as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D for an all-reduce of float32.
-    A statistical code sends a table of 2^b means a block in place of a scale, so take
-    larger blocks. Small trees have shorter blocks, to save padding.
+    Small trees have shorter blocks, to save padding.
 
     A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
     coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
@@ -86,8 +76,8 @@ def quantized(
     Args:
         bits: Bits of a code, 1, 2, 3, 4 or 8.
         block: Numbers that share a scale, 1 or more.
-        code: "linear" (2 bits or more), "lloyd" (1 to 4) or "statistical" (2 to 4).
-            `None`: linear for 4 and 8 bits, lloyd for fewer.
+        code: "linear" (2 bits or more) or "lloyd" (1 to 4). `None`: linear for 4 and 8
+            bits, lloyd for fewer.
         bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
             stands alone. Each bucket travels as soon as it is coded.
 
@@ -114,7 +104,7 @@ def quantized(
     References:
         Wang et al. 2023, "ZeRO++", arXiv:2306.10209 (qgZ: all-to-all, sum, code again).
         Lloyd 1982, "Least Squares Quantization in PCM"; Max 1960, "Quantizing for
-        Minimum Distortion". Therien et al. 2025, "MuLoCo", arXiv:2505.23725.
+        Minimum Distortion".
     """
     bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")
@@ -187,7 +177,7 @@ class _Coded(NamedTuple):
 
     x: Blocks
     codes: Codes
-    beside: Beside  # what travels beside the codes
+    scales: Scales
     lost: Blocks  # x minus what everybody decodes
 
 
@@ -238,28 +228,25 @@ class _Coder(NamedTuple):
         block, place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, i) for i in (1, 2))
         there = (block < full) | ((block == full) & (place < rest))
         x = x if padded else jnp.where(there, x, 0.0)
-        codes, beside = kind.code(x, there, self.bits)
-        read = kind.read(codes, beside.astype(x.dtype), self.bits)
-        return _Coded(x, codes, beside, x - read)
+        codes, scales = kind.code(x, there, self.bits)
+        read = kind.read(codes, scales.astype(x.dtype), self.bits)
+        return _Coded(x, codes, scales, x - read)
 
     def message(self, coded: _Coded) -> Messages:
-        """The codes of each piece, and what travels beside them."""
+        """The codes of each piece, and their scales."""
         pieces = len(coded.x)
         packed = buffers.pack(coded.codes.reshape(pieces, -1), self.bits)
-        beside = buffers.to_bytes(coded.beside.reshape(pieces, -1))
-        return jnp.concatenate([packed, beside], 1)
+        scales = buffers.to_bytes(coded.scales.reshape(pieces, -1))
+        return jnp.concatenate([packed, scales], 1)
 
     def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
         """The numbers of decoded messages, in blocks of this shape."""
         kind, (_, blocks, length) = KINDS[self.kind], shape
-        size = 4 * blocks * kind.beside(self.bits)
-        octets, beside = jnp.split(sent, [sent.shape[1] - size], axis=1)
-        octets = buffers.unpack(octets, self.bits, blocks * length)
-        beside = buffers.from_bytes(beside, jnp.float32).astype(dtype)
+        codes, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
+        codes = buffers.unpack(codes, self.bits, blocks * length)
+        scales = buffers.from_bytes(scales, jnp.float32).astype(dtype)
         return kind.read(
-            octets.reshape(-1, blocks, length),
-            beside.reshape(len(sent), blocks, -1),
-            self.bits,
+            codes.reshape(-1, blocks, length), scales[..., None], self.bits
         )
 
     def to_owners(
@@ -299,8 +286,8 @@ class _Coder(NamedTuple):
 _REFUSED: Refused[_Coder] = (
     (
         lambda o: o.kind not in KINDS or o.bits not in KINDS[o.kind].bits,
-        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits), "
-        "'statistical' (2, 3 or 4) or 'lloyd' (1, 2, 3 or 4); got bits={0.bits} and "
-        "code={0.kind!r}. Leave code out, and it is one that these bits have.",
+        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits) or "
+        "'lloyd' (1, 2, 3 or 4); got bits={0.bits} and code={0.kind!r}. Leave code "
+        "out, and it is one that these bits have.",
     ),
 )

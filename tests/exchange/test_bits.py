@@ -70,24 +70,6 @@ def test_levels_are_the_means_of_the_normal_numbers_nearest_to_them():
         )
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_statistical_codes_are_muloco_s(bits):
-    # Five blocks, the last one with ten numbers of padding, which are in no bin.
-    x = np.random.default_rng(0).normal(0.5, 2, size=1390).astype(np.float32)
-    x[280:560] = 7.0
-    bins, expected = 2**bits, np.zeros_like(x)
-    for start in range(0, 1390, 280):
-        row, out = x[start:][:280], expected[start:][:280]
-        width = 6 * row.std() / bins or 1.0
-        place = np.clip(np.round((row - row.mean()) / width + bins / 2), 0, bins - 1)
-        for number in np.unique(place):
-            out[place == number] = row[place == number].mean()
-    code: Any = quantized(bits, 300, code="statistical").code
-    message, left, _ = code.encode(jnp.asarray(x), ())
-    np.testing.assert_allclose(x - left, expected, atol=1e-5)
-    assert message.size == 5 * (280 * bits // 8 + 4 * bins)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_what_is_packed_is_unpacked(bits):
     rng = np.random.default_rng(0)

@@ -190,7 +190,7 @@ def test_two_bits_are_the_means_of_four_bins():
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
     good = np.random.default_rng(0).normal(size=(2, 4, 40, 40)).astype(np.float32)
     exchanges = quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()
-    exchanges += rotated(quantized(1)), quantized(3, 64, code="statistical")
+    exchanges += rotated(quantized(1)), quantized(3, 64)
 
     def meet(bad, good):
         found = []

@@ -28,7 +28,7 @@ EXCHANGES = {
     "power": power_sgd(rank=2),
     "4 bit, feedback": error_feedback(quantized(bits=4)),
     "1 bit": rotated(quantized(bits=1, block=16), block=16),
-    "3 bit": quantized(bits=3, block=9, code="statistical"),
+    "3 bit": quantized(bits=3, block=9),
     "2 bit, rotated": error_feedback(rotated(quantized(bits=2), "hadamard", 64)),
     "3 bit, rotated": rotated(quantized(bits=3, code="linear")),
     "top-k, waves": error_feedback(rotated(top_k(k=9, chunk=300), "dct")),

@@ -47,10 +47,6 @@ CODES = {
         exchange.quantized(bits=1),
         (9 * 30 + 9 * 4) + (2 * 19 + 2 * 4) + (1 + 4) * 2,
     ),
-    "4 bins": (
-        exchange.quantized(bits=2, code="statistical"),
-        (9 * 60 + 9 * 16) + (2 * 38 + 2 * 16) + (2 + 16) * 2,
-    ),
     "rotated": (
         exchange.rotated(exchange.quantized(bits=2)),
         (9 * 64 + 9 * 4) + (2 * 64 + 2 * 4) + (2 + 4) * 2,
