@@ -453,12 +453,6 @@ METHODS = {
         by=quorum(RADIAL),
         **DECOUPLED,
     ),
-    "GASLoC": Method(
-        "partners",
-        lambda inner: oxs.gossip(inner, outer=oxs.outer.gasloc(0.7, 0.5), **seldom),
-        f"two neighbours, outer 0.7 / 0.5, H = {PERIOD}; constants not found",
-        "GASLoC 2026, arXiv 2606.11081",
-    ),
     "NoLoCo": Method(
         "partners",
         lambda inner: oxs.noloco(inner, **seldom),

@@ -38,7 +38,6 @@ from optx_sync.comm.reduce import reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize_where_mapped, vary_like
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.options import Refused, refuse
-from optx_sync.outer.gasloc import Gasloc
 from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
 from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.placement import fields
@@ -128,7 +127,7 @@ def gossip(
     *,
     graph: Graph | None = None,
     communication_period: Period = 1,
-    outer: optax.GradientTransformation | Gasloc | None = None,
+    outer: optax.GradientTransformation | None = None,
     seed: int = 0,
     drop_nonfinite: bool = False,
     accumulator_dtype: DTypeLike | None = None,
@@ -161,9 +160,8 @@ def gossip(
         graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read at the step in which a period begins.
-        outer: The optimizer that steps the worker's own center, or
-            `oxs.outer.gasloc(...)`; `None`: plain averaging. A momentum under which
-            workers would drift apart is refused.
+        outer: The optimizer that steps the worker's own center; `None`: plain
+            averaging. A momentum under which workers would drift apart is refused.
         seed: For random graphs: equal on all workers.
         drop_nonfinite: A worker that would become NaN or infinite stands still until
             the next round, sends nothing in it, takes the mean of its healthy partners
@@ -213,10 +211,8 @@ def gossip(
             f"graph must be one of oxs.graphs, or an oxs.graphs.Graph; got {graph!r}. "
             f"Write for example {call}."
         )
-    rule, gasloc = local_sgd_rule(), None
-    if isinstance(outer, Gasloc):
-        gasloc = outer
-    elif outer is not None:
+    rule = local_sgd_rule()
+    if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
     options = Options(
@@ -230,17 +226,14 @@ def gossip(
     )
     refuse(options, _TOGETHER)
     meeting = Meeting(options, Landing(options))
-    mixing = Mixing(meeting, graph, check_seed(seed), gasloc)
+    mixing = Mixing(meeting, graph, check_seed(seed))
     lockstep = Lockstep(meeting, lambda _: mixing)
 
     def init(params):
         state = OwnCenterState(*lockstep.init(params))
         refuse_hidden_center(state.inner)
-        outer = state.outer
-        if gasloc is not None:  # its last proposal
-            outer = work.start_center(params, options.dtype)
         # A worker's own fields vary over the axis from the start.
-        own = localize_where_mapped((state.center, outer), axis_name)
+        own = localize_where_mapped((state.center, state.outer), axis_name)
         return state._replace(center=own[0], outer=own[1])
 
     apply = lockstep.apply
@@ -326,12 +319,11 @@ class Mixing(NamedTuple):
     meeting: Meeting
     graph: Graph
     seed: int
-    gasloc: Gasloc | None = None
 
     @property
-    def outer(self) -> optax.GradientTransformation | Gasloc | None:
+    def outer(self) -> optax.GradientTransformation | None:
         """What a worker's own center is stepped by."""
-        return self.meeting.options.rule.outer if self.gasloc is None else self.gasloc
+        return self.meeting.options.rule.outer
 
     def start(self, parts: Partition, center: Tree, held: Tree) -> Begun:
         """(what is pending, what the exchange remembers) before the first round."""
@@ -345,7 +337,7 @@ class Mixing(NamedTuple):
         if self.graph.choose == "cycle":
             check_cycle(self.outer, self.graph, step.num_workers)
         one_group = all(r.groups is not None and len(r.groups) == 1 for r in rounds)
-        if one_group and self.gasloc is None:
+        if one_group:
             # All centers are equal, so the workers can send what they moved.
             return AtOnce(self.meeting).step(now, step)
         return either(step.due, lambda now: self._round(now, step, rounds), now)
@@ -354,31 +346,18 @@ class Mixing(NamedTuple):
         meeting, walked, center = self.meeting, now.worker.params, now.center.value
         x = work.as_center(walked, center)
         now = meeting.leave_out(now, step, x)
-        sent = self._sent(x, center, now.weight)
         branches = [
             functools.partial(_mixed, r, meeting.options.axis_name) for r in rounds
         ]
         mean, mass = _mean_of_partners(
-            sent, now.weight, branches, self._chosen(len(rounds), step.rounds)
+            x, now.weight, branches, self._chosen(len(rounds), step.rounds)
         )
         if now.weight is not None:
             mean = where(mass > 0, mean, center)  # without partners, no contribution
         at = step.at(0)
         moved = work.contribute(meeting.options.rule, mean, center, (), center, at)
-        if self.gasloc is not None:
-            moved = self.gasloc.ahead(moved, sent, now.center.outer)
         now = meeting.land(now, step, moved, mass, at)
-        if self.gasloc is not None:
-            now = now._replace(center=now.center._replace(outer=sent))
         return meeting.settle(now, step, walked, now.center.value)
-
-    def _sent(self, x: Tree, center: Tree, weight: jax.Array | None) -> Tree:
-        """What a worker sends to its partners."""
-        if self.gasloc is None:
-            return x
-        proposal = self.gasloc.proposal(x, center)
-        # Of one that does not count nothing may stay in the momentum.
-        return proposal if weight is None else where(weight > 0, proposal, center)
 
     def _chosen(self, rounds: int, global_step: jax.Array) -> Any:
         """This round's place in the graph: equal on all workers, and after a resume."""
