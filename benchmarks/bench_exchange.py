@@ -32,7 +32,6 @@ CODES = {
     "4 bit": oxs.exchange.quantized(bits=4),
     "4 bit, feedback": oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
     "2 bit": oxs.exchange.quantized(bits=2),
-    "2 bit, statistical": oxs.exchange.quantized(bits=2, code="statistical"),
     "2 bit, rotated": oxs.exchange.rotated(oxs.exchange.quantized(bits=2)),
     "1 bit": oxs.exchange.quantized(bits=1),
     "top 32 of 4096": oxs.exchange.top_k(),

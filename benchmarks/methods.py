@@ -194,12 +194,11 @@ def gossip(graph) -> Callable:
     return lambda inner: oxs.gossip(inner, AXIS, graph=graph)
 
 
-def muloco(momentum, exchange=None, rate=0.7) -> Callable:
-    return lambda inner: oxs.diloco(
+def muloco(inner) -> optax.GradientTransformation:
+    return oxs.diloco(
         oxs.cross_shard(inner, "chips", shard_state="leaves"),
         "pods",
-        outer=optax.sgd(rate, momentum, nesterov=True),
-        exchange=exchange,
+        outer=optax.sgd(0.7, 0.6, nesterov=True),
         communication_period=30,
     )
 
@@ -353,12 +352,6 @@ METHODS = {
         f"0.7 / 0.9, H = {PERIOD}; 10 rounds of warm-up, published 120",
         "EDiT 2024, arXiv 2412.07210",
     ),
-    "DiLoCo, elected": Method(
-        "merge",
-        diloco(exchange=ex.elected()),
-        f"0.7 / 0.9, H = {PERIOD}; nothing trimmed; published for whole models",
-        "TIES: Yadav et al. 2023, arXiv 2306.01708",
-    ),
     "DiLoCo, 8 bits": Method(
         "codes",
         diloco(exchange=ex.quantized(bits=8)),
@@ -425,22 +418,9 @@ METHODS = {
     ),
     "MuLoCo": Method(
         "center",
-        muloco(0.6),
+        muloco,
         "Muon 0.02, outer Nesterov 0.7 / 0.6, H = 30; 4 pods of 2 chips, each matrix "
         "whole on its owner",
-        "Therien et al. 2025, arXiv 2505.23725",
-        inner="muon",
-        axes={"pods": 4, "chips": 2},
-    ),
-    "MuLoCo, 2 bits": Method(
-        "codes",
-        muloco(
-            0.9,
-            fed(ex.quantized(2, 4096, code="statistical"), decay=0.9),
-            rate=0.8,
-        ),
-        "the same with outer Nesterov 0.8 / 0.9, statistical 2 bits in blocks of 4096, "
-        "feedback of which 0.9 is kept",
         "Therien et al. 2025, arXiv 2505.23725",
         inner="muon",
         axes={"pods": 4, "chips": 2},
@@ -472,12 +452,6 @@ METHODS = {
         settings="the same with the radial mean, of the embeddings the plain one",
         by=quorum(RADIAL),
         **DECOUPLED,
-    ),
-    "GASLoC": Method(
-        "partners",
-        lambda inner: oxs.gossip(inner, outer=oxs.outer.gasloc(0.7, 0.5), **seldom),
-        f"two neighbours, outer 0.7 / 0.5, H = {PERIOD}; constants not found",
-        "GASLoC 2026, arXiv 2606.11081",
     ),
     "NoLoCo": Method(
         "partners",

@@ -31,7 +31,6 @@ MERGES: dict[str, Any] = {
     "mean": ex.all_reduce,
     "radial": lambda: ex.radial(**DIRECT),
     "penalised": lambda: ex.penalized(warmup=5),
-    "elected": ex.elected,
     "clipped to the median": lambda: ex.clipped("median"),
 }
 OUT = "mean", "radial", "penalised"  # those whose outer rates are sought

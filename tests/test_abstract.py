@@ -112,6 +112,5 @@ STEP(STARTED)  # ValueError: run needs devices, and got AbstractMesh.* give Work
 WORKERS64.start(PARAMS)  # ValueError: workers.start needs devices
 WORKERS64.resize((STARTED,))  # ValueError: workers.resize needs devices
 WORKERS64.restore(None)  # ValueError: workers.restore needs devices
-audit.instructions(STEP, STARTED)  # ValueError: audit.instructions needs devices
 oxs.Workers(4, "workers", mesh=FSDP)  # ValueError: {'workers': 4, 'fsdp': 2} .*num_cpu_devices', 8
 """)  # noqa: E501

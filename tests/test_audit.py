@@ -42,7 +42,6 @@ def test_a_program_at_any_stage():
     assert audit.collectives(step.lower(x)) == expected
     compiled = step.lower(x).compile()
     assert audit.collectives(compiled) == expected
-    assert audit.instructions(compiled)["all-reduce"] == 1
     with pytest.raises(TypeError, match="compiled already"):
         audit.collectives(compiled, x)
     with pytest.raises(TypeError, match="got 3"):
@@ -125,14 +124,6 @@ def test_islands_reduce_their_shard_over_the_worker_axis_in_the_branch():
     rows = audit.collectives(step, jnp.int32(0), x)
     workers = ((0, 2, 4, 6), (1, 3, 5, 7))
     assert [row[:5] for row in rows] == [("all-reduce", 12, 1, workers, True)]
-
-
-def test_instructions_count_the_whole_program():
-    step = on_mesh(lambda x: lax.psum(x * 2 + 1, "d"), mesh_of({"d": 8}))
-    counts = audit.instructions(step, jnp.ones(3))
-    assert counts["all-reduce"] == 1
-    assert counts["fusion"] == 1
-    assert counts["multiply"] == 1  # inside of the fusion
 
 
 def scheduled(*lines, before=""):

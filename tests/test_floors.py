@@ -73,7 +73,6 @@ GROUND = {
 # Libraries that one file or room is for, and nothing else imports.
 GUESTS = {
     "flax": {"flax"},
-    "keras": {"optimizers/keras"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
     "orbax": {"runtime", "front", "elastic"},
     "matplotlib": set(),

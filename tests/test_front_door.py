@@ -132,7 +132,7 @@ def test_it_is_the_program_of_map_workers(name, kind):
     compiled = step.lower(*now, *batch).compile()
     rows = oxs.audit.collectives(compiled)
     if name in QUIET:  # counters are shared, so that it stays a conditional
-        assert oxs.audit.instructions(compiled)["conditional"]
+        assert " conditional(" in compiled.as_text()
     if mesh is None:
         assert not rows
     elif name in QUIET:

@@ -3,7 +3,7 @@
 Each table says whose figures they are: where they stand in the other library's own
 tests, or which call of which version gave them. Whole runs are in test_others_runs.py,
 those of torchft in center/test_torchft.py, of TensorFlow and RETURNN in the golden
-files, of Keras beside its optimizers.
+files.
 """
 
 import json

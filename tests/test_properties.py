@@ -37,12 +37,12 @@ EXCHANGES: dict[str, oxs.exchange.Exchange] = {
     for code in (
         "all_reduce() all_reduce('bfloat16') quantized() quantized(4,7) top_k(2,50) "
         "rotated(quantized(1,8),'hadamard',8) rotated(top_k(3,5),'dct',4) "
-        "quantized(2,7,code='statistical') quantized(rounding='stochastic') "
-        "top_k(3,5,2) power_sgd() power_sgd(2,1) error_feedback(all_reduce()) "
+        "quantized(2,7) top_k(3,5,2) power_sgd() power_sgd(2,1) "
+        "error_feedback(all_reduce()) "
         "error_feedback(quantized(4),0.5) error_feedback(top_k(1,4)) "
         "error_feedback(power_sgd()) median() trimmed_mean(1) sign_majority() "
-        "geometric_median(2) krum(1) krum(0,2) adasum() clipped(0.5) "
-        "clipped('median') clipped(1.0,quantized()) radial() elected() penalized() "
+        "geometric_median(2) krum(1) krum(0,2) clipped(0.5) "
+        "clipped('median') clipped(1.0,quantized()) radial() penalized() "
         "radial(error_feedback(quantized(4))) penalized(quantized())"
     ).split()
 }

@@ -31,7 +31,6 @@ CODES = {
     "power_sgd": (fed(exchange.power_sgd(4)), None),
     "clipped to 1, 8 bits": (exchange.clipped(1.0, exchange.quantized()), 0.02),
     "radial, 8 bits": (exchange.radial(exchange.quantized()), 0.02),
-    "elected, 8 bits": (exchange.elected(exchange.quantized()), None),
 }
 ROBUST = {
     "median": exchange.median(),
@@ -40,8 +39,6 @@ ROBUST = {
     "clipped": exchange.clipped("median"),
     "geometric_median": exchange.geometric_median(),
     "krum": exchange.krum(0),
-    "adasum": exchange.adasum(),
-    "elected": exchange.elected(),
     "radial": exchange.radial(),
     "penalized": exchange.penalized(groups=lambda path: path, temperature=10.0),
 }

@@ -18,10 +18,7 @@ SCHEDULED = optax.sgd(optax.linear_schedule(0.1, 0.0, 100), momentum=0.5)
 
 EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
     "all_reduce": [ex.all_reduce(), ex.all_reduce("bfloat16")],
-    "quantized": [
-        *(ex.quantized(), ex.quantized(4)),
-        ex.quantized(rounding="stochastic"),
-    ],
+    "quantized": [ex.quantized(), ex.quantized(4)],
     "rotated": [ex.error_feedback(ex.rotated(ex.quantized(1, 32), block=32))],
     "top_k": [ex.top_k(), ex.error_feedback(ex.top_k(64, bits=2))],
     "power_sgd": [ex.error_feedback(ex.power_sgd(2))],
@@ -31,7 +28,6 @@ EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
     "sign_majority": [ex.sign_majority()],
     "geometric_median": [ex.geometric_median()],
     "krum": [ex.krum(1)],
-    "adasum": [ex.adasum()],
     "clipped": [ex.clipped("median"), ex.clipped(1.0, ex.quantized())],
     "radial": [
         ex.radial(),
@@ -41,7 +37,6 @@ EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
         ex.penalized(),
         ex.penalized(ex.error_feedback(ex.quantized()), groups=lambda path: path),
     ],
-    "elected": [ex.elected(), ex.elected(ex.quantized())],
 }
 GRAPHS: dict[str, Any] = {
     "ring": oxs.graphs.ring(),

@@ -6,7 +6,7 @@ that is compiled for these arguments (or their shapes); `table(rows)` writes the
 text. `time(rows, gbits=...)` says how long a step sends and waits, a `Cost`, and
 `plan({name: Strategy(rows)}, gbits=[...], step_seconds=...)` which bandwidth each
 method needs, a `Plan`; both also take an optimizer, which `strategy` compiles. `parse`
-and `instructions` read the text of a compiled program.
+reads the text of a compiled program.
 """
 
 from optx_sync.audit.links import Cost as Cost
@@ -17,7 +17,6 @@ from optx_sync.audit.links import strategy as strategy
 from optx_sync.audit.links import time as time
 from optx_sync.audit.programs import Collective as Collective
 from optx_sync.audit.programs import collectives as collectives
-from optx_sync.audit.programs import instructions as instructions
 from optx_sync.audit.programs import parse as parse
 from optx_sync.audit.programs import table as table
 
@@ -27,7 +26,6 @@ __all__ = [
     "Plan",
     "Strategy",
     "collectives",
-    "instructions",
     "parse",
     "plan",
     "strategy",

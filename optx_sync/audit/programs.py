@@ -3,7 +3,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,28 +108,6 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     if isinstance(fn, Step) and fn.layout().is_abstract:
         return _rows_to_be(hlo.read(fn.lower(*args, **kwargs).as_text("hlo")))
     return _rows(hlo.program(fn, *args, **kwargs))
-
-
-def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Compile `fn` as in `collectives` and count its instructions by opcode.
-
-    All computations of the program count, also those inside fusions.
-
-    Returns:
-        A dictionary from XLA's opcode ("fusion", "all-reduce", "while") to a count.
-
-    Example:
-        >>> import jax.numpy as jnp, optx_sync as oxs
-        >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
-        1
-    """
-    if isinstance(fn, Step):
-        fn.layout().check_devices("audit.instructions")
-    computations = hlo.program(fn, *args, **kwargs).computations
-    counts = Counter(
-        instruction.opcode for body in computations.values() for instruction in body
-    )
-    return dict(sorted(counts.items()))
 
 
 def parse(text: str) -> list[Collective]:

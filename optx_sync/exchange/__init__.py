@@ -11,13 +11,11 @@ from optx_sync.exchange.contract import Code as Code
 from optx_sync.exchange.contract import Exchange as Exchange
 from optx_sync.exchange.contract import Halves as Halves
 from optx_sync.exchange.contract import Met as Met
-from optx_sync.exchange.elected import elected as elected
 from optx_sync.exchange.error_feedback import error_feedback as error_feedback
 from optx_sync.exchange.penalized import penalized as penalized
 from optx_sync.exchange.power_sgd import power_sgd as power_sgd
 from optx_sync.exchange.quantized import quantized as quantized
 from optx_sync.exchange.radial import radial as radial
-from optx_sync.exchange.robust.adasum import adasum as adasum
 from optx_sync.exchange.robust.clipped import clipped as clipped
 from optx_sync.exchange.robust.coordinate import median as median
 from optx_sync.exchange.robust.coordinate import sign_majority as sign_majority

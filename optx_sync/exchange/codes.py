@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the numbers of a block become codes of few bits, and become numbers again.
 
-Beside the codes travel a few float32 of each block: its scale, or a table. Where a
-number of the block is not finite they are NaN, and so is all that is decoded. Padding,
-which is not `there`, is 0 and must not change what a block becomes.
+Beside the codes travels a float32 of each block, its scale. Where a number of the block
+is not finite it is NaN, and so is all that is decoded. Padding, which is not `there`,
+is 0 and must not change what a block becomes.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -19,23 +19,20 @@ from optx_sync.shapes import Array, Bool, Float, UInt8
 
 Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Codes: TypeAlias = UInt8[Array, "pieces blocks block"]
-Beside: TypeAlias = Float[Array, "pieces blocks beside"]
+Scales: TypeAlias = Float[Array, "pieces blocks 1"]
 There: TypeAlias = Bool[Array, "pieces blocks block"]
-# For each number one in [0, 1), of stochastic rounding; `None`: to the nearest.
-Drawn: TypeAlias = Blocks | None
-Made: TypeAlias = tuple[Codes, Beside]
+Made: TypeAlias = tuple[Codes, Scales]
 
 
 class Kind(NamedTuple):
     """A kind of codes."""
 
     bits: tuple[int, ...]  # how many a code may have
-    beside: Callable[[int], int]  # how many numbers travel beside the codes of a block
-    code: Callable[[Blocks, There, int, Drawn], Made]
-    read: Callable[[Codes, Beside, int], Blocks]
+    code: Callable[[Blocks, There, int], Made]
+    read: Callable[[Codes, Scales, int], Blocks]
 
 
-def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
+def _linear(x: Blocks, there: There, bits: int) -> Made:
     """Steps of the largest number over m."""
     # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
     # CPUs makes one loop of both together, but three of the maximum of a long row
@@ -52,15 +49,13 @@ def _linear(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     scales = jnp.where(finite, scales, jnp.nan)[..., None]
     # A subnormal largest number may have the scale 0: its block becomes zeros.
     divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
-    steps = x / divisor
-    steps = jnp.round(steps) if drawn is None else jnp.floor(steps + drawn)
-    steps = jnp.clip(steps, -top, top)
+    steps = jnp.clip(jnp.round(x / divisor), -top, top)
     # A NaN as an integer depends on the platform; the scale tells of it.
     return jnp.where(jnp.isnan(steps), 0.0, steps + top).astype(jnp.uint8), scales
 
 
-def _read_linear(codes: Codes, beside: Beside, bits: int) -> Blocks:
-    return (codes.astype(beside.dtype) - _top(bits)) * beside
+def _read_linear(codes: Codes, scales: Scales, bits: int) -> Blocks:
+    return (codes.astype(scales.dtype) - _top(bits)) * scales
 
 
 def _top(bits: int) -> int:
@@ -82,7 +77,7 @@ LEVELS: dict[int, tuple[float, ...]] = {
 }
 
 
-def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
+def _lloyd(x: Blocks, there: There, bits: int) -> Made:
     """The nearest levels of x over its root mean square, times the scale that fits."""
     levels, half = LEVELS[bits], 2 ** (bits - 1)
     squares, number = _sums(x * x, there.astype(x.dtype))
@@ -100,41 +95,15 @@ def _lloyd(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
     return codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 
-def _read_lloyd(codes: Codes, beside: Beside, bits: int) -> Blocks:
+def _read_lloyd(codes: Codes, scales: Scales, bits: int) -> Blocks:
     above = LEVELS[bits]
     levels = [-level for level in reversed(above)] + list(above)
-    return _looked_up(codes, [np.asarray(x, beside.dtype) for x in levels]) * beside
-
-
-def _statistical(x: Blocks, there: There, bits: int, drawn: Drawn) -> Made:
-    """Bins around the mean, six standard deviations together; each becomes its mean."""
-    bins = 2**bits
-    total, number = _sums(x, there.astype(x.dtype))
-    middle = total / or_one(number)
-    apart = jnp.where(there, x - middle, 0.0)
-    # As a pair, although the number is known: see `_sums`.
-    squares, number = _sums(apart * apart, there.astype(x.dtype))
-    width = 6 / bins * jnp.sqrt(squares / or_one(number))
-    place = jnp.clip(jnp.round(apart / or_one(width) + bins / 2), 0, bins - 1)
-    codes = jnp.where(jnp.isnan(place), 0.0, place).astype(jnp.uint8)
-    chosen = [there & (codes == code) for code in range(bins)]
-    totals = [jnp.where(one, x, 0.0) for one in chosen]
-    found = _sums(*totals, *(one.astype(x.dtype) for one in chosen))
-    totals, numbers = (jnp.concatenate(x, -1) for x in (found[:bins], found[bins:]))
-    table = (totals / or_one(numbers)).astype(jnp.float32)
-    return codes, jnp.where(jnp.isfinite(middle), table, jnp.nan)
-
-
-def _read_statistical(codes: Codes, beside: Beside, bits: int) -> Blocks:
-    return _looked_up(codes, jnp.split(beside, 2**bits, axis=-1))
-
-
-def _looked_up(codes: Codes, levels: Sequence[jax.Array | np.ndarray]) -> Blocks:
-    """The level of each code; XLA makes one loop of choices, but not of a gather."""
-    found = jnp.broadcast_to(levels[0], codes.shape)
-    for code, level in enumerate(levels[1:], 1):
+    first, *others = (np.asarray(x, scales.dtype) for x in levels)
+    # XLA makes one loop of choices, but not of a gather.
+    found = jnp.broadcast_to(first, codes.shape)
+    for code, level in enumerate(others, 1):
         found = jnp.where(codes == code, level, found)
-    return found
+    return found * scales
 
 
 def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
@@ -151,9 +120,7 @@ def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
     return [x[..., None] for x in sums]
 
 
-# By name; linear and Lloyd's send one scale a block, statistical codes a table.
 KINDS = {
-    "linear": Kind((2, 3, 4, 8), lambda _: 1, _linear, _read_linear),
-    "statistical": Kind((2, 3, 4), lambda b: 2**b, _statistical, _read_statistical),
-    "lloyd": Kind((1, 2, 3, 4), lambda _: 1, _lloyd, _read_lloyd),
+    "linear": Kind((2, 3, 4, 8), _linear, _read_linear),
+    "lloyd": Kind((1, 2, 3, 4), _lloyd, _read_lloyd),
 }

@@ -5,9 +5,8 @@ Meetings in two hops are made of these: `scatter` sums, at its owner, what all r
 have of a piece, and `gather` gives every owner's piece to all.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,63 +16,26 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
-from optx_sync.comm.varying import (
-    localize,
-    localize_where_mapped,
-    require_local,
-    vary_with,
-)
+from optx_sync.comm.varying import localize_where_mapped, require_local
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
-from optx_sync.placement.fields import OWN_COUNT, InPieces, declare
-from optx_sync.shapes import Array, Float, Int32, Key, UInt8
+from optx_sync.placement.fields import InPieces
+from optx_sync.shapes import Array, Float, UInt8
 from optx_sync.trees import Tree, at_least_float32, is_floating, path_name, round_to
 
-# (a buffer w_i x_i for each dtype, the weight, the axis, what is remembered) -> (the
-# means of these buffers, what this replica owes of each, the sum of the weights).
+# (buffers w_i x_i, the weight, the axis) -> (the means of these buffers, what this
+# replica owes of each, the sum of the weights).
 MeetBuffers: TypeAlias = Callable[
-    [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName, Tree],
+    [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName],
     tuple[list[Float[Array, " padded"]], list[Float[Array, " padded"]], jax.Array],
 ]
 
 
-@declare(rounds=OWN_COUNT)
-class Rounds(NamedTuple):
-    """State of an exchange that draws random numbers: how often it has met."""
-
-    rounds: Int32[Array, ""]
-
-    def key(self, seed: int, *numbers: int | jax.Array) -> Key[Array, ""]:
-        """The random key of this round, folded with numbers of who asks for what."""
-        # A fixed generator: JAX's default may differ in a resumed run.
-        key = jax.random.key(seed, impl="threefry2x32")
-        return functools.reduce(jax.random.fold_in, (self.rounds, *numbers), key)
-
-
-def no_memory(tree: Tree) -> Tree:
-    """`init` of an exchange that remembers nothing."""
-    return ()
-
-
-def count_rounds(tree: Tree) -> Rounds:
-    """`init` of an exchange that counts its rounds and remembers nothing else."""
-    return Rounds(vary_with(jnp.zeros((), jnp.int32), tree))
-
-
-def after_round(state: Tree) -> Tree:
-    """What either remembers after one more round."""
-    return jax.tree.map(lambda count: count + 1, state)
-
-
 def joined(
-    who: str,
-    meet_buffers: MeetBuffers,
-    code: Code,
-    bucket_bytes: int,
-    init: Callable[[Tree], Tree] = no_memory,
+    who: str, meet_buffers: MeetBuffers, code: Code, bucket_bytes: int
 ) -> Exchange:
-    """An exchange that meets in buckets of all leaves of one dtype.
+    """An exchange that meets in buckets of all leaves of one dtype, without memory.
 
-    Half precision leaves travel as float32. `init` is `no_memory` or `count_rounds`.
+    Half precision leaves travel as float32.
     """
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -82,17 +44,16 @@ def joined(
         leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
         joint = buffers.Joint(leaves, bucket_bytes=bucket_bytes)
         own = [weigh(x, weight) for x in joint.join(leaves)]
-        means, lost, total = meet_buffers(own, weight, axis_name, state)
+        means, lost, total = meet_buffers(own, weight, axis_name)
         mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
-        state = localize(after_round(state), axis_name)
         return Met(mean, total, lost, state, summed(also, axis_name))
 
     return Exchange(
-        init,
+        lambda tree: (),
         meet,
         linear=True,
         takes_weights=True,
-        remembers=init is not no_memory,
+        remembers=False,
         code=code,
         bucket_bytes=bucket_bytes,
     )

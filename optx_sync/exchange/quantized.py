@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized means: codes of 1 to 8 bits, with scales or tables, in two hops."""
+"""Quantized means: codes of 1 to 8 bits, with scales, in two hops."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
@@ -8,18 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optx_sync.checks import check_seed, integer
+from optx_sync.checks import integer
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
-from optx_sync.comm.varying import localize
 from optx_sync.exchange import pieces
-from optx_sync.exchange.codes import KINDS, Beside, Blocks, Codes
+from optx_sync.exchange.codes import KINDS, Blocks, Codes, Scales
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.options import Refused, refuse
-from optx_sync.shapes import Array, Float, Int32, Key, UInt8
-from optx_sync.trees import Tree
+from optx_sync.shapes import Array, Float, Int32, UInt8
 
 Weight: TypeAlias = Float[Array, ""]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
@@ -29,9 +27,7 @@ def quantized(
     bits: int = 8,
     block: int = 256,
     *,
-    code: Literal["linear", "statistical", "lloyd"] | None = None,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
-    seed: int = 0,
+    code: Literal["linear", "lloyd"] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
     r"""Gradient compression to codes of 1 to 8 bits, which travel in two hops.
@@ -65,20 +61,10 @@ def quantized(
     Of such numbers 1, 2, 3 and 4 bits lose .363, .117, .035 and .0095 of the square;
     `rotated` makes nearly any numbers so. No level is 0.
 
-    `code="statistical"`, MuLoCo's: 2^b bins of 6 standard deviations together around
-    the mean of the block, each of which becomes the mean of its numbers:
-
-    .. math::
-
-        q = \text{clip}\Big(\text{round}\Big(\frac{x - \mu}{6 \sigma / 2^b} +
-        2^{b-1}\Big), 0, 2^b - 1\Big), \qquad C(x) = \text{mean of the } x
-        \text{ of bin } q
-
     All replicas decode the same bits, so their means are equal. All leaves of a bucket
     travel in two collectives, codes, scales and weights together as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D for an all-reduce of float32.
-    A statistical code sends a table of 2^b means a block in place of a scale, so take
-    larger blocks. Small trees have shorter blocks, to save padding.
+    Small trees have shorter blocks, to save padding.
 
     A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
     coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
@@ -87,32 +73,23 @@ def quantized(
     Coding pays off where links are slower than about 10 Gbit/s; within one machine an
     all-reduce is faster.
 
-    `rounding="stochastic"`: q = floor(x/s + u), u drawn for each number, replica and
-    hop from `seed` and a count of the rounds, which is all that is remembered. The mean
-    is unbiased without feedback, which it should not have: below 8 bits it can be
-    further from x than 0 is. A worker that comes alone does not know its number, so
-    workers with equal counts draw alike. The second of the `halves` rounds to nearest.
-
     Args:
         bits: Bits of a code, 1, 2, 3, 4 or 8.
         block: Numbers that share a scale, 1 or more.
-        code: "linear" (2 bits or more), "lloyd" (1 to 4) or "statistical" (2 to 4).
-            `None`: linear for 4 and 8 bits, lloyd for fewer.
-        rounding: "nearest", or "stochastic" for a linear code.
-        seed: Of what is drawn, the same on all replicas.
+        code: "linear" (2 bits or more) or "lloyd" (1 to 4). `None`: linear for 4 and 8
+            bits, lloyd for fewer.
         bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
             stands alone. Each bucket travels as soon as it is coded.
 
     Returns:
-        A linear exchange of dense real floating leaves. It remembers nothing but, with
-            stochastic rounding, how often it has met.
+        A linear exchange of dense real floating leaves, which remembers nothing.
 
     Raises:
-        ValueError: `bits`, `code` or `rounding` is none of these, or no such code has
-            so many bits; `block` or `bucket_bytes` is below 1; at the call, a leaf that
-            is row-sparse or does not vary over the axis.
-        TypeError: `bits`, `block`, `bucket_bytes` or `seed` is no integer; at the call,
-            a leaf that is not floating.
+        ValueError: `bits` or `code` is none of these, or no such code has so many bits;
+            `block` or `bucket_bytes` is below 1; at the call, a leaf that is row-sparse
+            or does not vary over the axis.
+        TypeError: `bits`, `block` or `bucket_bytes` is no integer; at the call, a leaf
+            that is not floating.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -127,24 +104,23 @@ def quantized(
     References:
         Wang et al. 2023, "ZeRO++", arXiv:2306.10209 (qgZ: all-to-all, sum, code again).
         Lloyd 1982, "Least Squares Quantization in PCM"; Max 1960, "Quantizing for
-        Minimum Distortion". Therien et al. 2025, "MuLoCo", arXiv:2505.23725. Alistarh
-        et al. 2017, "QSGD", arXiv:1610.02132 (stochastic rounding).
+        Minimum Distortion".
     """
     bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
     kind = code or ("linear" if bits in (4, 8) else "lloyd")
-    coder = _Coder(bits, block, bucket_bytes, kind, rounding, check_seed(seed))
+    coder = _Coder(bits, block, bucket_bytes, kind)
     refuse(coder, _REFUSED)
 
-    def meet_buffers(whole, weight, axis_name, state):
+    def meet_buffers(whole, weight, axis_name):
         replicas, place = axis_size(axis_name), axis_index(axis_name)
         cut = [coder.in_blocks(x[None], replicas) for x in whole]
-        own = [coder.code(*x, coder.key(state, 0, place, i)) for i, x in enumerate(cut)]
+        own = [coder.code(*x) for x in cut]
         means, total = coder.to_owners(own, weight, axis_name)
         second = [
-            coder.code(x, numbers[place][None], coder.key(state, 1, place, i), False)
-            for i, (x, (_, numbers)) in enumerate(zip(means, cut, strict=True))
+            coder.code(x, numbers[place][None], padded=False)
+            for x, (_, numbers) in zip(means, cut, strict=True)
         ]
         # The weights travel again, so that their type, too, is equal on all replicas.
         read, known = coder.to_all(second, weight, axis_name)
@@ -157,9 +133,9 @@ def quantized(
         return buffers.flat(read), buffers.flat(lost), known
 
     def encode(x, state):
-        coded = coder.code(*coder.in_blocks(x.reshape(1, -1), 1), coder.key(state))
+        coded = coder.code(*coder.in_blocks(x.reshape(1, -1), 1))
         lost = buffers.shaped(coded.lost, x)
-        return coder.message(coded)[0], lost, pieces.after_round(state)
+        return coder.message(coded)[0], lost, state
 
     def decode(message, like):
         shape = coder.blocks(math.prod(like.shape), 1)
@@ -171,14 +147,12 @@ def quantized(
         leaves, treedef = jax.tree.flatten(tree)
         rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
         joint = buffers.Joint(rows, bucket_bytes=bucket_bytes)
-        place = axis_index(axis_name)
         cut = [coder.in_blocks(weigh(x, weight), replicas) for x in joint.join(rows)]
-        own = [coder.code(*x, coder.key(state, 0, place, i)) for i, x in enumerate(cut)]
+        own = [coder.code(*x) for x in cut]
         means, total = coder.to_owners(own, weight, axis_name)
         mean = buffers.flat(joint.cut(buffers.flat(means)))
         lost = [coded.lost.reshape(replicas, -1) for coded in own]
         owed = map(buffers.shaped, joint.cut(lost), leaves)
-        state = localize(pieces.after_round(state), axis_name)
         return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
 
     def down(owned, like, axis_name):
@@ -192,9 +166,8 @@ def quantized(
         found = map(buffers.shaped, read, treedef.flatten_up_to(like))
         return treedef.unflatten(found)
 
-    init = pieces.no_memory if rounding == "nearest" else pieces.count_rounds
     exchange = pieces.joined(
-        "quantized", meet_buffers, Code(encode, decode), bucket_bytes, init
+        "quantized", meet_buffers, Code(encode, decode), bucket_bytes
     )
     return exchange._replace(halves=Halves(up, down))
 
@@ -204,7 +177,7 @@ class _Coded(NamedTuple):
 
     x: Blocks
     codes: Codes
-    beside: Beside  # what travels beside the codes
+    scales: Scales
     lost: Blocks  # x minus what everybody decodes
 
 
@@ -215,14 +188,6 @@ class _Coder(NamedTuple):
     block: int
     bucket_bytes: int
     kind: str
-    rounding: str
-    seed: int
-
-    def key(self, state: Tree, *numbers: int | jax.Array) -> Key[Array, ""] | None:
-        """The key of what is drawn now for the numbers given; `None` for nothing."""
-        if self.rounding == "nearest":
-            return None
-        return state.key(self.seed, *numbers)
 
     def blocks(self, size: int, replicas: int) -> tuple[int, int, int]:
         """(replicas, blocks, numbers per block) for a buffer."""
@@ -252,7 +217,6 @@ class _Coder(NamedTuple):
         self,
         x: Blocks,
         numbers: Int32[Array, "pieces 2"],
-        key: Key[Array, ""] | None = None,
         padded: bool = True,
     ) -> _Coded:
         """The codes of the first numbers of each piece, so many as `in_blocks` says.
@@ -264,29 +228,25 @@ class _Coder(NamedTuple):
         block, place = (jax.lax.broadcasted_iota(jnp.int32, x.shape, i) for i in (1, 2))
         there = (block < full) | ((block == full) & (place < rest))
         x = x if padded else jnp.where(there, x, 0.0)
-        drawn = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        codes, beside = kind.code(x, there, self.bits, drawn)
-        read = kind.read(codes, beside.astype(x.dtype), self.bits)
-        return _Coded(x, codes, beside, x - read)
+        codes, scales = kind.code(x, there, self.bits)
+        read = kind.read(codes, scales.astype(x.dtype), self.bits)
+        return _Coded(x, codes, scales, x - read)
 
     def message(self, coded: _Coded) -> Messages:
-        """The codes of each piece, and what travels beside them."""
+        """The codes of each piece, and their scales."""
         pieces = len(coded.x)
         packed = buffers.pack(coded.codes.reshape(pieces, -1), self.bits)
-        beside = buffers.to_bytes(coded.beside.reshape(pieces, -1))
-        return jnp.concatenate([packed, beside], 1)
+        scales = buffers.to_bytes(coded.scales.reshape(pieces, -1))
+        return jnp.concatenate([packed, scales], 1)
 
     def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
         """The numbers of decoded messages, in blocks of this shape."""
         kind, (_, blocks, length) = KINDS[self.kind], shape
-        size = 4 * blocks * kind.beside(self.bits)
-        octets, beside = jnp.split(sent, [sent.shape[1] - size], axis=1)
-        octets = buffers.unpack(octets, self.bits, blocks * length)
-        beside = buffers.from_bytes(beside, jnp.float32).astype(dtype)
+        codes, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
+        codes = buffers.unpack(codes, self.bits, blocks * length)
+        scales = buffers.from_bytes(scales, jnp.float32).astype(dtype)
         return kind.read(
-            octets.reshape(-1, blocks, length),
-            beside.reshape(len(sent), blocks, -1),
-            self.bits,
+            codes.reshape(-1, blocks, length), scales[..., None], self.bits
         )
 
     def to_owners(
@@ -326,17 +286,8 @@ class _Coder(NamedTuple):
 _REFUSED: Refused[_Coder] = (
     (
         lambda o: o.kind not in KINDS or o.bits not in KINDS[o.kind].bits,
-        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits), "
-        "'statistical' (2, 3 or 4) or 'lloyd' (1, 2, 3 or 4); got bits={0.bits} and "
-        "code={0.kind!r}. Leave code out, and it is one that these bits have.",
-    ),
-    (
-        lambda o: o.rounding not in ("nearest", "stochastic"),
-        "rounding must be 'nearest' or 'stochastic'; got {0.rounding!r}.",
-    ),
-    (
-        lambda o: o.rounding == "stochastic" and o.kind != "linear",
-        "rounding='stochastic' is of steps of one size; got code={0.kind!r}, which has "
-        "others. Write code='linear', or leave rounding out.",
+        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits) or "
+        "'lloyd' (1, 2, 3 or 4); got bits={0.bits} and code={0.kind!r}. Leave code "
+        "out, and it is one that these bits have.",
     ),
 )

@@ -15,7 +15,7 @@ from optx_sync.comm.collectives import axis_size
 from optx_sync.comm.reduce import own_weight
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
-from optx_sync.exchange.pieces import count_rounds, narrowed, require_meetable
+from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float
 
@@ -51,8 +51,7 @@ def rotated(
 
     The signs are drawn from `seed` once, not in each round: so the basis is the same
     for feedback, for both halves of a meeting and for a worker that comes alone, and
-    nothing has to be remembered. With feedback it matters little; unbiased without it
-    is `rotated(quantized(4, rounding="stochastic"))`.
+    nothing has to be remembered.
 
     Args:
         exchange: A linear exchange without memory: `quantized`, `top_k`, or your own.
@@ -63,7 +62,7 @@ def rotated(
 
     Returns:
         A linear exchange of dense real floating leaves, which has a code and halves
-            if the exchange inside has. It remembers what that one remembers.
+            if the exchange inside has. It remembers nothing.
 
     Raises:
         TypeError: `exchange` is no `Exchange`, `block` or `seed` no integer; at the
@@ -247,7 +246,7 @@ _REFUSED: Refused[_Turn] = (
         "rotated arrays is something else. Use the robust exchange alone.",
     ),
     (
-        lambda o: o.exchange.remembers and o.exchange.init is not count_rounds,
+        lambda o: o.exchange.remembers,
         "rotated takes an exchange without memory, which would be of rotated arrays. "
         "Put error_feedback around: error_feedback(rotated(quantized(2))).",
     ),

@@ -91,7 +91,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     coder = _Coder(k, chunk, bits)
     refuse(coder, _REFUSED)
 
-    def meet_buffers(whole, weight, axis_name, state):
+    def meet_buffers(whole, weight, axis_name):
         own = [coder.in_chunks(x) for x in whole]
         sent, lost = [], []
         for x in own:

@@ -2,7 +2,7 @@
 """Optimizers of TensorFlow and RETURNN as Optax transformations, with their arithmetic.
 
 They take dense and row-sparse gradients. `from_rule` makes another such optimizer from
-a formula for one array; `keras` wraps any Keras 3 optimizer.
+a formula for one array.
 """
 # ruff: noqa: I001 # in the order of the pages
 
@@ -30,7 +30,6 @@ from optx_sync.optimizers.neural_optimizer_1 import (
 from optx_sync.optimizers.grad_variance_scaled import (
     grad_variance_scaled as grad_variance_scaled,
 )
-from optx_sync.optimizers.keras import keras as keras
 from optx_sync.optimizers.slots import slot as slot
 from optx_sync.signatures import readable as _readable
 from optx_sync.optimizers.slots import slot_names as slot_names

@@ -3,12 +3,10 @@
 
 from optx_sync.outer.batch_size import next_batch_size as next_batch_size
 from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
-from optx_sync.outer.gasloc import Gasloc as Gasloc
-from optx_sync.outer.gasloc import gasloc as gasloc
 from optx_sync.outer.heloco import heloco as heloco
 from optx_sync.outer.qsr import qsr as qsr
 from optx_sync.signatures import readable as _readable
 
-__all__ = ["Gasloc", "delayed_nesterov", "gasloc", "heloco", "next_batch_size", "qsr"]
+__all__ = ["delayed_nesterov", "heloco", "next_batch_size", "qsr"]
 
 _readable(globals())

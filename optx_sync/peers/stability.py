@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from optx_sync.elementwise import eager
-from optx_sync.outer.gasloc import Gasloc
 from optx_sync.peers.graphs import Graph
 
 # For more workers than this the matrices of a cycle are not multiplied out.
@@ -23,7 +22,7 @@ _CHECKED_WORKERS = 128
 
 
 # What a worker's own center may be stepped by.
-Outer: TypeAlias = optax.GradientTransformation | Gasloc | None
+Outer: TypeAlias = optax.GradientTransformation | None
 # A round without gradients, [2 n, 2 n], of n workers' centers and memories, from the
 # mixing matrix of the round.
 Round: TypeAlias = Callable[[np.ndarray], np.ndarray]
@@ -69,30 +68,7 @@ class _Sgd(NamedTuple):
         return f"an outer rate of {self.rate:.3g} and {kind} {self.momentum:.3g}"
 
 
-class _Ahead(NamedTuple):
-    """The momentum of `gasloc`."""
-
-    momentum: float
-
-    def round(self, matrix: np.ndarray) -> np.ndarray:
-        """A `Round` whose memories are the last proposals."""
-        one = np.eye(len(matrix))
-        ahead = self.momentum * one
-        return np.block([[matrix + ahead, -ahead], [one, np.zeros_like(matrix)]])
-
-    def __str__(self) -> str:
-        return f"the momentum {self.momentum:.3g} of gasloc"
-
-
-def _linear(outer: Outer) -> _Sgd | _Ahead | None:
-    """How the outer optimizer acts on disagreement, if that is known and linear."""
-    if not isinstance(outer, Gasloc):
-        return _sgd_of(outer)
-    traced = isinstance(outer.momentum, jax.core.Tracer)
-    return None if traced else _Ahead(float(outer.momentum))
-
-
-def _sgd_of(outer: optax.GradientTransformation | None) -> _Sgd | None:
+def _sgd_of(outer: Outer) -> _Sgd | None:
     """The optimizer if it is an SGD, found by four steps; else None."""
     if outer is None:
         return None
@@ -146,10 +122,10 @@ def _cycle_growth(matrices: np.ndarray, round_: Round) -> float:
 
 
 def _require_stable(outer: Outer, growth: Callable[[Round], float], what: str) -> None:
-    linear = _linear(outer)
-    if linear is not None and growth(linear.round) > 1 + 1e-3:
+    sgd = _sgd_of(outer)
+    if sgd is not None and growth(sgd.round) > 1 + 1e-3:
         raise ValueError(
-            f"With {what}, {linear} the workers drift apart even without gradients: "
+            f"With {what}, {sgd} the workers drift apart even without gradients: "
             "their disagreement grows. Pass a lower momentum, outer=optax.sgd(0.7, "
             "momentum=0.5) for example."
         )

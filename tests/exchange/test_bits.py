@@ -1,6 +1,5 @@
-"""Codes of few bits, rotations and stochastic rounding: what they lose, and draw."""
+"""Codes of few bits and rotations: what they lose."""
 
-import functools
 import itertools
 import math
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 import optx_sync as oxs
 from optx_sync.comm.buffers import pack, unpack
 from optx_sync.exchange.codes import LEVELS
-from optx_sync.exchange.pieces import Rounds
 
 quantized, rotated = oxs.exchange.quantized, oxs.exchange.rotated
-AXIS = "pods"
 
 
 def lost(exchanges: dict[Any, Any], x):
@@ -73,24 +70,6 @@ def test_levels_are_the_means_of_the_normal_numbers_nearest_to_them():
         )
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_statistical_codes_are_muloco_s(bits):
-    # Five blocks, the last one with ten numbers of padding, which are in no bin.
-    x = np.random.default_rng(0).normal(0.5, 2, size=1390).astype(np.float32)
-    x[280:560] = 7.0
-    bins, expected = 2**bits, np.zeros_like(x)
-    for start in range(0, 1390, 280):
-        row, out = x[start:][:280], expected[start:][:280]
-        width = 6 * row.std() / bins or 1.0
-        place = np.clip(np.round((row - row.mean()) / width + bins / 2), 0, bins - 1)
-        for number in np.unique(place):
-            out[place == number] = row[place == number].mean()
-    code: Any = quantized(bits, 300, code="statistical").code
-    message, left, _ = code.encode(jnp.asarray(x), ())
-    np.testing.assert_allclose(x - left, expected, atol=1e-5)
-    assert message.size == 5 * (280 * bits // 8 + 4 * bins)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_what_is_packed_is_unpacked(bits):
     rng = np.random.default_rng(0)
@@ -99,61 +78,6 @@ def test_what_is_packed_is_unpacked(bits):
         packed = pack(codes, bits)
         assert packed.shape[-1] <= -(-count * bits // 8) + (bits == 3)
         np.testing.assert_array_equal(unpack(packed, bits, count), codes)
-
-
-DRAWN = quantized(4, 8, rounding="stochastic", code="linear")
-REPLICAS, NUMBERS, ROUNDS = 4, 64, 2000
-
-
-def meetings(exchange, x, state, rounds):
-    """The means and losses of many rounds with the same numbers, the last states."""
-
-    def of_one(x, state):
-        def meet(state, _):
-            met = exchange.meet(x, state, AXIS)
-            return met.state, (met.mean, met.lost)
-
-        return jax.lax.scan(meet, oxs.localize(state, AXIS), length=rounds)
-
-    state, found = jax.jit(jax.vmap(of_one, axis_name=AXIS))(x, state)
-    return *map(np.asarray, found), state
-
-
-@functools.cache
-def drawn():
-    # All replicas send the same, so that only what they draw differs.
-    x = jnp.tile(
-        jnp.asarray(np.random.default_rng(0).normal(size=NUMBERS), jnp.float32),
-        (REPLICAS, 1),
-    )
-    start = Rounds(jnp.zeros(REPLICAS, jnp.int32))
-    return x, start, *meetings(DRAWN, x, start, ROUNDS)
-
-
-def test_stochastic_rounding_is_unbiased_and_independent():
-    x, _, means, left, _ = drawn()
-    scale = np.abs(x[0]).max() / 7
-    # The standard error of a mean over the rounds is at most scale / 2 per coding.
-    error = np.abs(means[0].mean(0) - x[0]).max()
-    assert 0 < error < 5 * scale / np.sqrt(ROUNDS)
-    nearest = quantized(4, 8)
-    plain, *_ = meetings(nearest, x, (), 1)
-    assert np.abs(plain[0, 0] - x[0]).max() > 5 * error
-    # What replicas lose is uncorrelated, and so is what one loses in two rounds.
-    own = left - left.mean(1, keepdims=True)
-    between = (own[0] * own[1]).mean() / (own[0] ** 2).mean()
-    later = (own[0, 1:] * own[0, :-1]).mean() / (own[0] ** 2).mean()
-    assert abs(between) < 0.02 and abs(later) < 0.02
-
-
-def test_stochastic_rounding_goes_on_after_a_resume():
-    x, start, means, _, end = drawn()
-    assert end.rounds.tolist() == [ROUNDS] * REPLICAS
-    first, _, middle = meetings(DRAWN, x, start, 3)
-    then, _, _ = meetings(DRAWN, x, middle, 2)
-    np.testing.assert_array_equal(np.concatenate([first, then], 1), means[:, :5])
-    other = quantized(4, 8, rounding="stochastic", code="linear", seed=1)
-    assert (meetings(other, x, start, 1)[0] != first[:, :1]).any()
 
 
 def test_signs_are_those_of_the_seed():

@@ -190,7 +190,7 @@ def test_two_bits_are_the_means_of_four_bins():
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
     good = np.random.default_rng(0).normal(size=(2, 4, 40, 40)).astype(np.float32)
     exchanges = quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()
-    exchanges += rotated(quantized(1)), quantized(3, 64, code="statistical")
+    exchanges += rotated(quantized(1)), quantized(3, 64)
 
     def meet(bad, good):
         found = []
@@ -308,9 +308,6 @@ quantized(bits=True)  # TypeError: bits must be an integer
 quantized(bits=1, code="linear")  # ValueError: bits=1 and code='linear'
 quantized(code="lloyd")  # ValueError: bits=8 and code='lloyd'
 quantized(4, code="log")  # ValueError: code='log'
-quantized(rounding="up")  # ValueError: rounding must be
-quantized(2, rounding="stochastic")  # ValueError: Write code='linear'
-quantized(seed=0.5)  # TypeError: seed must be an integer
 rotated(quantized(), "fourier")  # ValueError: 'hadamard' or 'dct'
 rotated(quantized(), block=48)  # ValueError: power of two .* got 48
 rotated(quantized(), seed="a")  # TypeError: seed

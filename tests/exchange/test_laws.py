@@ -28,9 +28,9 @@ EXCHANGES = {
     "power": power_sgd(rank=2),
     "4 bit, feedback": error_feedback(quantized(bits=4)),
     "1 bit": rotated(quantized(bits=1, block=16), block=16),
-    "3 bit": quantized(bits=3, block=9, code="statistical"),
+    "3 bit": quantized(bits=3, block=9),
     "2 bit, rotated": error_feedback(rotated(quantized(bits=2), "hadamard", 64)),
-    "drawn": rotated(quantized(bits=3, code="linear", rounding="stochastic")),
+    "3 bit, rotated": rotated(quantized(bits=3, code="linear")),
     "top-k, waves": error_feedback(rotated(top_k(k=9, chunk=300), "dct")),
     "2 bit, feedback": error_feedback(top_k(k=9, chunk=300, bits=2)),
     "power, feedback": error_feedback(power_sgd(), decay=0.9),
@@ -43,7 +43,7 @@ SHAPES = {
     "cube": ((5, 3, 4), jnp.bfloat16),
 }
 FEW = ("4 bit, feedback", "2 bit, feedback")
-ROTATED = ("2 bit, rotated", "drawn")
+ROTATED = ("2 bit, rotated", "3 bit, rotated")
 # Those whose numbers are rounded with the others of their block, of any leaf.
 MIXED = (*ROTATED, "1 bit", "top-k, waves")
 # How the replicas are mapped, how many, with weights or not, and what they exchange by:

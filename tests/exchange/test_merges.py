@@ -1,4 +1,4 @@
-"""Radial, penalized and elected merges against their definitions, and their laws."""
+"""Radial and penalized merges against their definitions, and their laws."""
 
 import functools
 from typing import Any
@@ -33,11 +33,6 @@ def radial(v, w, name=""):
     return length * phi(np.average([phi(x) for x in v], axis=0, weights=w))
 
 
-def elected(v, w, name=""):
-    w = w[:, None] * (np.sign(v) == np.sign(np.sum(w[:, None] * v, axis=0)))
-    return np.sum(w * v, axis=0) / np.where(w.any(0), w.sum(0), 1)
-
-
 def penalized(v, w, name="", temperature=1.0, clip=10.0):
     """Of a group of leaves as rows [N, numbers]."""
     w = w * np.exp(-np.linalg.norm(v, axis=1) / temperature)
@@ -67,7 +62,6 @@ warm = functools.partial(penalized, temperature=20.0, clip=2.0)
 # name: (the exchange, what it makes of trees and the weights of those that count)
 MERGES: dict[str, tuple[oxs.exchange.Exchange, Any]] = {
     "radial": (ex.radial(direct=lambda path: "embed" in path), of_each(radial)),
-    "elected": (ex.elected(), of_each(elected)),
     "penalized": (ex.penalized(), of_all(penalized)),
     "by leaf": (
         ex.penalized(groups=lambda path: path, temperature=20.0, clip=2.0),
@@ -161,9 +155,8 @@ def test_laws_of_merges():
         close(same, plain[name], 1e-6, name)
     for scale in (1e-30, 1e30):
         scaled = merged({k: x * np.float32(scale) for k, x in trees.items()}, ones)
-        for name in ("radial", "elected"):
-            found = {k: x / scale for k, x in scaled[name].items()}
-            close(found, plain[name], message=name)
+        found = {k: x / scale for k, x in scaled["radial"].items()}
+        close(found, plain["radial"], message=str(scale))
     # Weights are relative to the shortest, however long all are.
     far = {k: 100 * x for k, x in trees.items()}
     expected = of_all(penalized)({k: x.astype(float) for k, x in far.items()}, ones)
@@ -177,8 +170,7 @@ def test_laws_of_merges():
     assert np.abs(merged(apart, ones)["radial"]["layer"]).max() < 1e-3
     apart["layer"][3, 3] = np.nan
     found = merged(apart, ones)
-    for name in ("radial", "elected"):
-        assert np.isnan(found[name]["layer"]).any(), name
+    assert np.isnan(found["radial"]["layer"]).any()
     for name in ("penalized", "by leaf"):
         assert np.isfinite(found[name]["layer"]).all(), name
 
@@ -192,7 +184,6 @@ def test_merges_are_the_same_under_types_and_in_shards_by_hand():
         more: Any = {"shard_axes": axes}
         found = {
             "radial": ex.radial(**more),
-            "elected": ex.elected(),
             "penalized": ex.penalized(temperature=20.0, warmup=1, **more),
         }
 
@@ -235,7 +226,7 @@ def test_merges_of_float64_arrays_are_float64():
     trees = {"layer": np.random.default_rng(0).normal(size=(4, 9))}
     weights = np.array([1.0, 2.0, 0.0, 5.0])
     there, expected = weights > 0, {}
-    for name in ("radial", "elected", "by leaf"):
+    for name in ("radial", "by leaf"):
         of_those = {k: x[there] for k, x in trees.items()}
         expected[name] = MERGES[name][1](of_those, weights[there])
     with jax.enable_x64(True):
@@ -245,25 +236,6 @@ def test_merges_of_float64_arrays_are_float64():
             assert merge["layer"].dtype == jnp.float64
             one = jax.tree.map(lambda x: x[0], merge)
             close(one, expected[name], 1e-6 if name == "by leaf" else 1e-13, name)
-
-
-@pytest.mark.parametrize("context", ["vmap", "shard_map"])
-def test_an_election_in_codes(context):
-    """Of numbers that 8 bits send as they are, and so what is elected."""
-    numbers, weights = np.random.default_rng(0), WEIGHTS["tokens"].astype(np.float32)
-    values = 127 * numbers.integers(-1, 2, (N, 600)).astype(np.float32)
-    values[3], weights[3] = np.nan, 0
-    found, sent = [], []
-    for inside in (None, ex.quantized()):
-        run = mapped(context, meeting({"it": ex.elected(inside)}), N)
-        made = run.lower({"layer": values}, weights).compile()
-        found.append(np.asarray(made({"layer": values}, weights)["it"]["layer"]))
-        sent.append(sum(row.bytes for row in oxs.audit.collectives(made)))
-    exact, coded = found
-    assert (np.abs(exact) > 100).any() and (exact == 0).any()
-    np.testing.assert_allclose(coded, exact, rtol=1e-6)
-    assert (coded == coded[0]).all() and sent[1] <= 0.3 * sent[0]
-    assert bool(sent[1]) == (context == "shard_map")
 
 
 def test_a_radial_merge_is_one_all_reduce_with_a_float_for_each_leaf():
@@ -379,10 +351,7 @@ test_bad_input_is_refused = all_refused(globals())(r"""
 ex.radial(0.5)  # TypeError: exchange must be
 ex.radial(direct="embed")  # TypeError: direct must be a function
 ex.penalized(SIGNS)  # ValueError: takes weights
-ex.elected(4)  # TypeError: exchange must be
-ex.elected(ex.radial())  # ValueError: has a code and no memory
-ex.elected(ex.error_feedback(ex.quantized()))  # ValueError: has a code and no memory
-ex.penalized(ex.elected(), groups=str)  # ValueError: a mean alone
+ex.penalized(ex.radial(), groups=str)  # ValueError: a mean alone
 ex.penalized(groups=3)  # TypeError: groups must be a function
 ex.penalized(warmup=-1)  # ValueError: warmup must be 0 or more
 ex.penalized(rate=0.0)  # ValueError: rate must

@@ -158,22 +158,11 @@ def cases_of_eight():
     # Sets of 0, 1, ... 8 contributors, two of each size.
     masks = [rng.permutation(8) < size for size in range(9) for _ in range(2)]
     everyone = np.ones(8, bool)
-    one, other = np.zeros((2, 8, D))
-    one[:] = values(8)[0]  # parallel: the mean
-    other[np.arange(8), np.arange(8)] = 3.0  # orthogonal: the sum
-    scales = 10.0 ** rng.integers(-30, 18, size=(8, 1))
-    v = values(8, 8)
-    # Pairs of one number that cancel, nearly or, however large, wholly.
-    number = v * 0
-    number[:, 15] = [1, -1.0001, 3, -3.001, 2, -2.0003, 5, 4]
-    number[:, 16] = [1e30, -1e30, 1, 2, 3, 3, 3, 3]
-    tree_of_pairs = [v, one, other, v * 1e-25, v * scales, v * 0, number]
     liars = [np.concatenate([HONEST[1:], np.full((1, D), lie)]) for lie in LIES]
     orders = [HONEST[rng.permutation(8)] for _ in range(4)]
     _, sent, masks = of_contributors(np.array(masks))
     parts = {
         "sets": (sent, masks),
-        "pairs": (tree_of_pairs, None),
         "orders": ([HONEST, *orders], None),
         "lies": (liars, None),
         "scales": ([values(8, 3) * scale for scale in SCALES], None),
@@ -194,7 +183,6 @@ def of_eight():
     v, counts = (np.concatenate(x) for x in zip(*parts.values(), strict=True))
     exchanges = {name: rule[0] for name, rule in RULES.items()}
     exchanges["geometric"] = oxs.exchange.geometric_median()
-    exchanges["adasum"] = oxs.exchange.adasum()
     found = run(exchanges, v, counts)
     ends = np.cumsum([len(v) for v, _ in parts.values()])[:-1]
     cut = {name: np.split(got, ends) for name, got in found.items()}
@@ -210,23 +198,6 @@ def test_every_number_of_eight_contributors_gives_what_the_definition_says():
     check_definitions({name: found[name] for name in RULES}, sent, masks)
     for rows, mask, result in zip(sent, masks, found["geometric"], strict=True):
         check_least(rows[mask].astype(float), result, 1.01)
-
-
-def test_adasum_is_horovods_tree_of_pairs():
-    cases, _ = cases_of_eight()["pairs"]
-    found = of_eight()["pairs"]["adasum"]
-    leaves = [slice(0, 15), slice(15, 16), slice(16, 23)]
-    for case, got in zip(cases.astype(float), found, strict=True):
-        expected = robust.adasum(case, leaves)
-        for leaf in leaves:
-            size = np.abs(expected[leaf]).max()
-            np.testing.assert_allclose(
-                got[leaf], expected[leaf], rtol=0, atol=1e-5 * size
-            )
-    np.testing.assert_allclose(found[1], cases[1, 0], rtol=1e-6)
-    # One replica alone is what it is.
-    alone = run({"adasum": oxs.exchange.adasum()}, cases[:1, :1], np.ones((1, 1)))
-    np.testing.assert_allclose(alone["adasum"], cases[0, :1], rtol=1e-6)
 
 
 def test_the_order_of_replicas_does_not_matter_and_one_that_lies_has_little_effect():
@@ -265,17 +236,14 @@ def test_norms_of_float64_arrays_are_float64():
             tree = {"a": x[:1], "b": x[1:], "c": jnp.zeros(2, jnp.float32)}
             met = exchange.meet(tree, (), AXIS)
             mean, far = met.mean, exchange.outlier(tree, met, AXIS, None)
-            pairs = oxs.exchange.adasum().meet({"all": x, **tree}, (), AXIS).mean
-            return jnp.concatenate([mean["a"], mean["b"]]), far, pairs["all"]
+            return jnp.concatenate([mean["a"], mean["b"]]), far
 
         with jax.enable_x64(True):
             clip_all = jax.jit(jax.vmap(clip, axis_name=AXIS))
-            found, far, pairs = clip_all(v * scale)
-            assert found.dtype == pairs.dtype == jnp.float64
+            found, far = clip_all(v * scale)
+            assert found.dtype == jnp.float64
         one = expected.mean(0) / 2
         np.testing.assert_allclose(found, [one] * 4, rtol=1e-14, atol=1e-16 * scale)
-        tree = robust.adasum(v, [slice(0, D)]) * scale
-        np.testing.assert_allclose(pairs, [tree] * 4, rtol=1e-13, atol=1e-15 * scale)
         assert not far.any()
 
 
@@ -424,8 +392,6 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
     # Nothing is kept without a robust exchange.
     plain = oxs.local_sgd(optax.sgd(1.0), AXIS)
     assert oxs.metrics(plain.init(params)).outliers is None
-    adasum = oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=oxs.exchange.adasum())
-    assert adasum.init(params) == optax.sgd(1.0).init(params)
 
 
 def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
@@ -491,15 +457,15 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
     assert len(numbers) >= 3  # of replicas that had a vote
 
 
-def traced(function, tree, n=4):
+def traced(function, tree):
     """What does not fit is refused in tracing."""
     return jax.eval_shape(
-        jax.vmap(function, axis_name=AXIS), by_hand.replicate(tree, n)
+        jax.vmap(function, axis_name=AXIS), by_hand.replicate(tree, 4)
     )
 
 
-def met(exchange, tree, n=4):
-    return traced(lambda tree: exchange.meet(tree, (), AXIS).mean, tree, n)
+def met(exchange, tree):
+    return traced(lambda tree: exchange.meet(tree, (), AXIS).mean, tree)
 
 
 ex, ONES = oxs.exchange, jnp.ones(3)
@@ -522,12 +488,11 @@ ex.clipped(None)  # TypeError: must be a number
 ex.clipped(1.0, "sum")  # TypeError: exchange must be
 met(ex.trimmed_mean(2), ONES)
 met(ex.krum(1), ONES)  # ValueError: at least 5 replicas; the axis has 4
-met(ex.adasum(), ONES, n=6)  # ValueError: power of two
 met(ex.median(), ROWS)
 met(ex.clipped(1.0), ROWS)  # ValueError: row-sparse
 met(ex.median(), jnp.ones(3, jnp.int32))  # TypeError: dtype int32
 shard(exchange=ex.median(), group_assignment=[[0, 1]])  # ValueError: groups
-shard(exchange=ex.adasum(), grads="summed")
+shard(exchange=ex.median(), grads="summed")
     # ValueError: each replica's own gradient
 traced(lambda x: weighted(ex.median())(x, x[0]), ONES)  # ValueError: takes no weight
 traced(lambda x: weighted(ex.median())({"w": x}, True), ROWS)  # ValueError: row-sparse

@@ -165,8 +165,7 @@ def test_amsgrad_without_gradient_stays_put():
 def test_the_table_is_the_catalogue():
     package = GOLDEN.parent.parent / "optx_sync" / "optimizers"
     files = {path.stem for path in package.glob("*.py")}
-    # `keras` wraps optimizers of Keras; it is no rule of its own.
-    others = {"__init__", "rule", "keras", "slots"}
+    others = {"__init__", "rule", "slots"}
     assert {case.name for case in OPTIMIZERS} == files - others
 
 

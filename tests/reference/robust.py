@@ -47,25 +47,6 @@ def krum(v, f, m=None):
     return v[chosen].mean(axis=0)
 
 
-def adasum(v, leaves):
-    """Of [N, D], N a power of two, for each slice of D on its own."""
-
-    def pair(a, b):
-        out = np.zeros_like(a)
-        for leaf in leaves:
-            x, y = a[leaf], b[leaf]
-            share = [
-                1 - x @ y / (2 * own @ own) if own @ own > 0 else 1.0 for own in (x, y)
-            ]
-            out[leaf] = share[0] * x + share[1] * y
-        return out
-
-    nodes = list(v)
-    while len(nodes) > 1:
-        nodes = [pair(a, b) for a, b in zip(nodes[0::2], nodes[1::2], strict=True)]
-    return nodes[0]
-
-
 def masks(n):
     """Every way in which some of n replicas count, [2^n, n]."""
     return np.array(list(itertools.product([False, True], repeat=n)))

@@ -47,17 +47,9 @@ CODES = {
         exchange.quantized(bits=1),
         (9 * 30 + 9 * 4) + (2 * 19 + 2 * 4) + (1 + 4) * 2,
     ),
-    "4 bins": (
-        exchange.quantized(bits=2, code="statistical"),
-        (9 * 60 + 9 * 16) + (2 * 38 + 2 * 16) + (2 + 16) * 2,
-    ),
     "rotated": (
         exchange.rotated(exchange.quantized(bits=2)),
         (9 * 64 + 9 * 4) + (2 * 64 + 2 * 4) + (2 + 4) * 2,
-    ),
-    "drawn": (
-        exchange.quantized(bits=4, rounding="stochastic"),
-        (9 * 120 + 9 * 4) + (2 * 76 + 2 * 4) + (4 + 4) * 2,
     ),
     "top-k": (
         exchange.top_k(8, 512),
@@ -301,8 +293,7 @@ pushing(ELASTIC, CODE)  # ValueError: reads the center
 pushing(LOCAL, exchange.median())  # ValueError: one by one
 pushing(REPLICAS, CODE)  # ValueError: SyncReplicas may drop
 pulling(LOCAL, FED)  # ValueError: without error_feedback
-pulling(LOCAL, POWER)
-pulling(LOCAL, CODES["drawn"][0])  # ValueError: and no memory
+pulling(LOCAL, POWER)  # ValueError: and no memory
 pulling(LOCAL, exchange.median())  # ValueError: such as
 pulling(BOTH, CODE)  # ValueError: before and after
 pulling(REPLICAS, CODE)  # ValueError: Leave pull_exchange out

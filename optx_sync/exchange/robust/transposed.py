@@ -16,12 +16,11 @@ import jax.numpy as jnp
 
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
-from optx_sync.comm.reduce import as_weight
 from optx_sync.comm.varying import localize, norm_axes
-from optx_sync.exchange.contract import Code, Exchange, Met, summed
+from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.shapes import Array, Bool, Float, Num
+from optx_sync.shapes import Array, Bool, Num
 
 
 class Everyone(NamedTuple):
@@ -29,9 +28,7 @@ class Everyone(NamedTuple):
 
     # Pieces of leaves, those side by side that can be.
     blocks: list[Num[Array, "replicas piece"]]
-    joint: buffers.Joint  # of the leaves' pieces, [replicas, numbers of one] each
     counts: Bool[Array, " replicas"]  # who counts
-    weights: Float[Array, " replicas"]  # how much; 0 or 1 if all count alike
     # [replicas, ...], what each replica says of itself; `None` without `sizes`.
     sizes: Any
     axis_name: AxisName
@@ -45,17 +42,14 @@ def transposed(
     rule: Rule,
     *,
     encode: Callable[[jax.Array], jax.Array] | None = None,
-    code: Code | None = None,
     sizes: Callable[[Sequence[jax.Array], tuple[str, ...]], jax.Array] | None = None,
     shard_axes: AxisName | None = None,
-    takes_weights: bool = False,
 ) -> Exchange:
     """The exchange in which each replica applies a rule to a piece of all arrays.
 
-    `encode` is what is done to a leaf before it travels, `code` how pieces travel, both
-    ways; `sizes` what a replica says of itself, a rule that compares whole arrays. A
-    rule returns a piece for each block. A weight is a flag unless the rule
-    `takes_weights`.
+    `encode` is what is done to a leaf before it travels, `sizes` what a replica says of
+    itself, a rule that compares whole arrays. A rule returns a piece for each block. A
+    weight is a flag.
     """
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -72,47 +66,33 @@ def transposed(
             mean = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
             return Met(mean, state=state, also=also)
 
-        weights, said = jnp.ones(replicas), None
+        counts, said = jnp.ones(replicas, bool), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
         if weight is not None:
-            counted = (as_weight if takes_weights else norms.flag_of)(weight)
-            counted = localize(counted, axis_name)
-            own.append(counted.astype(own[0].dtype if own else jnp.float32)[None])
+            flag = localize(norms.flag_of(weight), axis_name)
+            own.append(flag.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
             said = gather(jnp.concatenate(own)[None], axis_name)
         if weight is not None and said is not None:
-            weights, said = said[:, -1], said[:, :-1]
+            counts, said = said[:, -1] > 0, said[:, :-1]
 
-        blocks = [_travelled(code, x, all_to_all, axis_name) for x in joint.join(rows)]
-        seen = blocks, joint, weights > 0, weights, said, axis_name, axes
-        found = rule(Everyone(*seen))
-        parts = joint.cut([_travelled(code, x[None], gather, axis_name) for x in found])
+        blocks = [all_to_all(x, axis_name) for x in joint.join(rows)]
+        found = rule(Everyone(blocks, counts, said, axis_name, axes))
+        parts = joint.cut([gather(x[None], axis_name) for x in found])
         mean = treedef.unflatten(
             buffers.shaped(part, x).astype(x.dtype)
             for part, x in zip(parts, originals, strict=True)
         )
-        total = replicas if weight is None else jnp.sum(weights, dtype=jnp.float32)
+        total = replicas if weight is None else jnp.sum(counts, dtype=jnp.float32)
         return Met(mean, total, None, state, also)
 
     return Exchange(
         lambda tree: (),
         meet,
         linear=False,
-        takes_weights=takes_weights,
         remembers=False,
         outlier=norms.far_from_result(shard_axes),
     )
-
-
-def _travelled(
-    code: Code | None, rows: jax.Array, travel: Callable[..., Any], axis_name: AxisName
-) -> jax.Array:
-    """What arrives of [rows, piece], where each row may travel as a message."""
-    if code is None:
-        return travel(rows, axis_name)
-    sent = jax.vmap(lambda x: code.encode(x, ())[0])(rows)
-    like = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
-    return jax.vmap(lambda x: code.decode(x, like))(travel(sent, axis_name))
 
 
 def check_enough(replicas: int, needed: int, call: str) -> None:
