@@ -77,7 +77,6 @@ def run(
     synchronous: bool = False,
     address: str | None = None,
     checkpoint_every: int = 100,
-    replay: bool = False,
     weigh: contract.Weigh | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
@@ -102,15 +101,15 @@ def run(
     starts again, with the center for parameters and `worker.local_step` as of its last
     round; so write `while worker.local_step < steps:`. A server that dies comes back
     from its last checkpoint. What was pushed since is lost, and each worker learns how
-    many pushes (`worker.lost`), unless there is `replay`.
+    many pushes (`worker.lost`).
 
     Args:
         worker_fn: The worker's program, for cloudpickle.
         params: The parameters to start from.
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
         agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)`,
-            which needs one server and refuses `exchange`, `pull_exchange`, `replay`,
-            `weigh`, `fragments`, `delay` and `keep_local`.
+            which needs one server and refuses `exchange`, `pull_exchange`, `weigh`,
+            `fragments`, `delay` and `keep_local`.
         num_workers: How many workers.
         num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
@@ -122,8 +121,6 @@ def run(
         synchronous: All workers wait at the start until the last one has joined.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
-        replay: Workers keep what they push until a checkpoint covers it, and send it
-            again when a server died.
         weigh: `(at: Round) -> factor`, traced: how much of a push the center absorbs:
             `lambda at: (1.0 + at.staleness) ** -0.5`; 0 drops it.
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
@@ -197,7 +194,6 @@ def run(
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             resume=resume,
-            replay=replay,
             samples=samples,
             **settings.served(),
         )

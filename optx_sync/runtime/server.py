@@ -413,8 +413,6 @@ class Server:
         self._book = book
         reply, part = None, 0
         match request:
-            case protocol.Save():
-                self._save()
             case protocol.Enter():
                 if not request.above:
                     self._note("join", worker)

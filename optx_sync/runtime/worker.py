@@ -128,7 +128,7 @@ class Worker:
         preempted: Set it once a notice has come that the machine goes, as `run` does at
             a SIGTERM: the next step hands in what it has and raises `Preempted`.
         lost: Pushes of this worker that were lost with a server: applied after its last
-            checkpoint, and without `replay`.
+            checkpoint.
         connection: As given.
 
     Example:
