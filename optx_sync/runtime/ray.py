@@ -83,7 +83,6 @@ def run(
     keep_local: float | None = None,
     meet: Quorum | None = None,
     samples: Samples | None = None,
-    keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
     worker_timeout: float | None = None,
@@ -131,8 +130,6 @@ def run(
             meeting is dropped, and `worker.used` False.
         samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
             once in an epoch whoever dies.
-        keep_state: Every so many rounds a worker's inner state is sent along, for its
-            successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
             what is there.
         max_failures: After so many exceptions of `worker_fn`, over all workers, the
@@ -203,7 +200,6 @@ def run(
             **settings._asdict(),
             "num_servers": num_servers,
             "synchronous": synchronous,
-            "keep_state": keep_state,
         }
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)

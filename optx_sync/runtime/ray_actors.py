@@ -205,13 +205,10 @@ class RayConnection:
                 raise ValueError(client.message)
             self._clients[worker, server] = client
             found.append(joined)
-        parts, state, step, place = {}, {}, 0, ""
-        for one in sorted(found, key=lambda one: one.local_step):
-            # The newest state and notes of its predecessor.
-            parts |= one.parts
-            step, place, state = one.local_step, one.place, one.state or state
-        joined = found[0]
-        return joined._replace(parts=parts, local_step=step, state=state, place=place)
+        parts = {part: x for one in found for part, x in one.parts.items()}
+        newest = max(found, key=lambda one: one.local_step)  # of its predecessor
+        step, place = newest.local_step, newest.place
+        return found[0]._replace(parts=parts, local_step=step, place=place)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""

@@ -16,7 +16,6 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
 from optx_sync.runtime.agreements.memory import Received, Sharing
-from optx_sync.runtime.agreements.saved import like, numbered
 from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.runtime.parts import Layout
 from optx_sync.trees import Tree
@@ -136,18 +135,6 @@ class OfCenter:
         self.params, self.taken = place(self.params), place(self.taken)
         self.hides = False  # Laying them out again may share their memory.
         self._start_own()
-
-    def state(self) -> Arrays:
-        """The leaves of the inner state, for a successor."""
-        return numbered(self.inner_state)
-
-    def go_on(self, state: Arrays) -> None:
-        """Continue with a predecessor's inner state."""
-        self.inner_state = jax.tree.map(
-            lambda x, fresh: jax.device_put(x, fresh.sharding),
-            like(self.inner_state, state),
-            self.inner_state,
-        )
 
     def is_due(self, step: int) -> bool:
         """Whether a part is due with the next step, which has this number (0-based)."""
