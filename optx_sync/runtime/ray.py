@@ -80,7 +80,6 @@ def run(
     weigh: contract.Weigh | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
-    keep_local: float | None = None,
     meet: Quorum | None = None,
     samples: Samples | None = None,
     resume: bool = True,
@@ -108,7 +107,7 @@ def run(
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
         agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)`,
             which needs one server and refuses `exchange`, `pull_exchange`, `weigh`,
-            `fragments`, `delay` and `keep_local`.
+            `fragments` and `delay`.
         num_workers: How many workers.
         num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
@@ -124,7 +123,6 @@ def run(
             `lambda at: (1.0 + at.staleness) ** -0.5`; 0 drops it.
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
         delay: A worker's steps from a push until it takes the answer.
-        keep_local: As in `center_variable`.
         meet: When the center absorbs: `one()`, each push when it comes (the default);
             `quorum(3)`, the mean of 3 workers or more; a push that comes after its
             meeting is dropped, and `worker.used` False.
@@ -161,8 +159,8 @@ def run(
         contract.check_rule(agreement, "run(..., oxs.rules.diloco(), ..., weigh=weigh)")
         agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
-        num_workers, communication_period, exchange, fragments, delay, keep_local,
-        pull_exchange, meet,
+        num_workers, communication_period, exchange, fragments, delay, pull_exchange,
+        meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
@@ -192,7 +190,7 @@ def run(
             checkpoint_every=checkpoint_every,
             resume=resume,
             samples=samples,
-            **settings.served(),
+            **settings._asdict(),
         )
         for actor in connection.servers:
             ends.callback(ray.kill, actor)

@@ -97,8 +97,8 @@ def start_servers(
     ray = import_ray()
     shapes = shapes_of(params)
     settings = Settings(
-        num_workers, communication_period, exchange, fragments, delay,
-        pull_exchange=pull_exchange, meet=meet,
+        num_workers, communication_period, exchange, fragments, delay, pull_exchange,
+        meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     if num_servers != 1 and not way.of_center:
@@ -118,7 +118,7 @@ def start_servers(
     servers = []
     for number in range(num_servers):
         given = {
-            **settings.served(),
+            **settings._asdict(),
             "inner": None if way.of_center else inner,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,

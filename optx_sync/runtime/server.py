@@ -119,7 +119,7 @@ class Server:
     ):
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange=pull_exchange, meet=meet,
+            pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")

@@ -101,7 +101,6 @@ class Worker:
         pull_exchange: As the server's.
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
-        keep_local: The share of its own that a worker keeps; see `run`.
         meet: As the server's.
         num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
@@ -159,14 +158,13 @@ class Worker:
         pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
         delay: int | None = None,
-        keep_local: float | None = None,
         meet: Quorum | None = None,
         num_servers: int = 1,
         synchronous: bool = False,
     ):
         check_period(communication_period)
         settings = Settings(
-            num_workers, communication_period, exchange, fragments, delay, keep_local,
+            num_workers, communication_period, exchange, fragments, delay,
             pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)

@@ -650,7 +650,7 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
     refuses(r"address='10.0.0.1:6379' would have no", address="10.0.0.1:6379")
     refuses("2 fragments cannot be split among 3", num_servers=3, fragments=2)
     refuses("not a multiple of the 3 fragments", fragments=3)
-    for name, value in (("fragments", 2), ("delay", 1), ("keep_local", 0.5)):
+    for name, value in (("fragments", 2), ("delay", 1)):
         refuses(f"Leave {name} out", replicas, **{name: value})
 
 

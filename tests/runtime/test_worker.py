@@ -331,7 +331,7 @@ def test_delayed_push_travels_while_the_worker_steps():
         worker.step(DOWN)
         seen.append((float(server.center()["b"][0]), float(worker.params["b"][0])))
     # The third and fifth step land on what the push had: the step is gone, as lockstep
-    # has it (`keep_local` keeps a share).
+    # has it.
     assert seen == [(1, 2), (3, 3), (3, 3), (4, 4), (4, 4)]
     worker.flush()
     assert worker.unpushed == 0

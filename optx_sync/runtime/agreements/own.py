@@ -81,25 +81,25 @@ class OfCenter:
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
         terms: Terms,
-        rule: CenterRule,
         between: Period,
         delay: int,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = rule  # that of the server, and `keep_local`
+        self.rule: CenterRule = terms.rule
         self.at: Round = terms.at
         self.exchange: Exchange | None = terms.exchange
         self.pulls: Exchange | None = terms.pulls
         self.between: Period = between  # steps between the pushes of two parts
-        self.traffic: Traffic = traffic(terms.rule)
+        self.traffic: Traffic = traffic(self.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
         self.hides: bool = delay == 0
         # The center that a worker takes, and whether it has to keep it.
-        self.took: str = "after" if work.takes_center(rule) else "before"
-        reads = "taken" in rule.reads or rule.penalty is not None
-        self.keeps: bool = rule.take is None or reads or self.pulls is not None
+        takes = self.rule.take is None
+        self.took: str = "after" if takes else "before"
+        kept = takes or keeps_before(self.rule)
+        self.keeps: bool = kept or self.pulls is not None
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
 
