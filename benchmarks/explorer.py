@@ -49,7 +49,7 @@ class Program(NamedTuple):
     ] = ()  # (part, place) of which `step` has returned
     lost: int = 0  # how many of them it was told are gone
     busy: int = -1  # the server with which it speaks
-    now: tuple[int, int] = (0, 0)  # (part, place) that it pushes
+    now: tuple[int, ...] = ()  # (part, place) that it pushes; () while it joins
     # Where workers share meetings: of each part how many it has taken, and that number
     # as it stands in the push under way; the places that came late, as it was told.
     met: tuple[int, ...] = ()
@@ -159,8 +159,8 @@ class Explorer:
 
     meeting: Any = {}  # noqa: RUF012 # only read: more settings of a server
 
-    def __init__(self, workers, owners, replay=0, rounds=3, deaths=1, losses=1):
-        self.workers, self.owners, self.replay = workers, owners, replay
+    def __init__(self, workers, owners, rounds=3, deaths=1, losses=1):
+        self.workers, self.owners = workers, owners
         self.rounds, self.deaths, self.losses = rounds, deaths, losses
         self.places = 3 * rounds + 2
         self.parts = [
@@ -287,11 +287,6 @@ class Explorer:
                 now=(part, made[part]),
                 sent_met=program.met[part] if program.met else -1,
             )
-        elif kept := [
-            k for k, c in enumerate(clients) if c.replay and c.goal != "save"
-        ]:
-            server = kept[0]
-            client = protocol.begin(clients[server], "save")
         else:
             return program
         program = program._replace(clients=put(clients, server, client), busy=server)
@@ -308,10 +303,10 @@ class Explorer:
     def returned(self, program, client):
         """What a call has told the worker."""
         own, ahead, acked = self.parts[program.busy], program.ahead, program.acked
-        if client.goal == "enter":
+        if not program.now:
             for part, line in zip(own, client.lines, strict=True):
                 ahead = put(ahead, part, program.made[part] - line.serial - 1)
-        if client.goal in ("send", "token") and program.now not in program.late:
+        elif program.now not in program.late:
             acked = (*acked, program.now)
         lost = program.lost + client.lost
         return program._replace(busy=-1, ahead=ahead, acked=acked, lost=lost)
@@ -344,7 +339,7 @@ class Explorer:
     def _dies(self, program):
         """The worker that replaces it, and knows nothing of it."""
         old = self.programs.things[program]
-        clients = tuple(Client(old.worker, self.replay) for _ in self.parts)
+        clients = tuple(Client(old.worker) for _ in self.parts)
         new = Program(old.worker, clients, old.made, old.made, old.acked, old.lost)
         return self.programs.number(self.go_on(new))
 
@@ -355,7 +350,7 @@ class Explorer:
         servers = tuple(map(self.frozen, self.models))
         programs, none = [], (0,) * len(self.owners)
         for w in range(self.workers):
-            clients = tuple(Client(w, self.replay) for _ in self.parts)
+            clients = tuple(Client(w) for _ in self.parts)
             program = self.go_on(Program(w, clients, none, none))
             number = self.programs.number(program)
             while (wanted := self.wants(number)) and wanted[2] is protocol.Enter:
@@ -393,8 +388,7 @@ class Explorer:
                 new = put(programs, w, self.dies(program))
                 yield World(servers, new, self.lates.number((sent,)), 0, losses)
         for k, machine in enumerate(servers):
-            # What a checkpoint covers is kept by nobody: it goes with a damaged one.
-            for damaged in (False,) if self.replay else (False, True):
+            for damaged in (False, True):
                 again = self.restarts(machine, k, damaged)
                 if again >= 0:
                     yield World(put(servers, k, again), programs, late, 0, losses)
@@ -416,7 +410,6 @@ class Explorer:
                 gone += sum(own[place] == 0 for p, place in program.acked if p == part)
                 # Whose program ended before the server went back cannot be told.
                 known &= program.clients[owner].epoch == machine.book.epoch
-            assert not self.replay or not gone or not known, "lost in spite of replay"
             assert not known or gone == program.lost, "lost without a word"
         return True
 

@@ -82,7 +82,7 @@ AGN = optax.sgd(0.05, 0.9)
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
-        (oxs.rules.local_sgd(), {"fragments": 2, "keep_local": 0.25}),
+        (oxs.rules.local_sgd(), {"fragments": 2}),
         (oxs.rules.elastic(moving_rate=0.1, rho=0.3), {}),
         (oxs.rules.agn(AGN), {"weigh": lambda at: (1 + at.staleness) ** -0.5}),
         (DILOCO, {"weigh": lambda at: at.num_pushed % 3 > 0}),

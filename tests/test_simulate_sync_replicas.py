@@ -11,8 +11,6 @@ import pytest
 import optx_sync as oxs
 from optx_sync import simulate
 from optx_sync.replicas.tokens import Tokens, hand_out
-from optx_sync.runtime import SyncReplicas
-from optx_sync.simulate import Kind
 from tests import contexts
 from tests.recorded import arrays_of, inner_of, recorded
 from tests.reference import sync_replicas as reference
@@ -87,60 +85,6 @@ def test_random_schedule_is_the_machine(required, workers, tokens):
     assert tokens == 9 or expected["updated"].sum() > 10, "the case shows updates"
 
 
-SLOW = (1.0, 1.0, 1.5, 3.0, 1.0)
-# Of these some die while they wait for a token, one of them twice, and one leaves.
-DEATHS = [(1, 10.0, 20.0), (0, 15.0, 15.5), (1, 30.0, 30.2), (2, 31.0, np.inf)]
-
-
-@pytest.mark.parametrize("deaths", [(), DEATHS])
-@pytest.mark.parametrize("latency", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("required", "workers", "tokens"),
-    [(2, 3, -1), (2, 3, 0), (3, 3, 0), (3, 5, -1), (5, 2, -1)],
-)
-def test_the_clock_is_the_machine(required, workers, tokens, latency, deaths):
-    """Its order of gradients, replayed: the same are fresh, and who waits is still."""
-    noise = np.random.default_rng(workers).lognormal(0, 0.5, (workers, 200))
-    line = simulate.clock(
-        lambda worker, step: SLOW[worker] * noise[worker, step],
-        until=60, num_workers=workers, meet=SyncReplicas(required, workers, tokens),
-        link=lambda worker, size, second: latency * (1 + worker),
-        failures=[death for death in deaths if death[0] < workers], part_bytes=[8.0],
-    )  # fmt: skip
-    came = line.of(Kind.JOIN, Kind.LATE)
-    initial = required if tokens == -1 else tokens
-    order = line.workers.tolist()
-    expected = reference.machine(order, required, workers, initial)
-    fresh = [event.kind == Kind.JOIN for event in came]
-    np.testing.assert_array_equal(fresh, expected["accepted"])
-    # An update stands behind the gradient that completes it.
-    both = [event.kind for event in line.of(Kind.JOIN, Kind.LATE, Kind.CLOSE)]
-    pairs = zip(both, [*both[1:], None], strict=True)
-    then = [after == Kind.CLOSE for kind, after in pairs if kind != Kind.CLOSE]
-    np.testing.assert_array_equal(then, expected["updated"])
-    before = np.roll(expected["blocked"], 1, axis=0)[1:]
-    assert not np.any(before[np.arange(len(before)), order[1:]])
-    assert expected["updated"].sum() > 3
-    assert len(line.of(Kind.PUSH)) * 8 == line.bytes_up.sum()
-    # What was fresh is in the center, but for the gradients of the next update.
-    absorbed = sum(len(event.come) for event in line.of(Kind.CLOSE))
-    assert sum(fresh) - required < absorbed <= sum(fresh)
-    assert 0 < line.goodput <= line.uptime < 1
-
-
-def test_goodput_of_a_backup_replica():
-    """The seconds of all accepted gradients, and the numbers of the replay."""
-    meet = SyncReplicas(2, num_tokens=0)
-    line = simulate.clock([1.0, 1.0, 1.0], until=30, meet=meet)
-    assert line.uptime == 1
-    run: Any = simulate.sync_replicas(
-        optax.identity(), jnp.float32(0), lambda worker, params, event: params,
-        line.workers, replicas_to_aggregate=2, total_num_replicas=3, num_tokens=0,
-    )  # fmt: skip
-    assert line.goodput == run.accepted.sum() / 90
-    assert len(line.of(Kind.CLOSE)) == run.updated.sum()
-
-
 def test_a_host_hands_out_the_tokens_as_a_compiled_step_does():
     """In NumPy's arrays to NumPy's: those in front get the old ones, nobody waits."""
     queue, waits = Tokens(old=1, new=2), np.array([True, False, True, True, True])
@@ -213,10 +157,6 @@ def test_a_traced_schedule_may_name_nobody():
         np.testing.assert_array_equal(known, want)
 
 
-def on_clock(**changes):
-    simulate.clock(**{"seconds": [1.0], "until": 1, "meet": SyncReplicas(1), **changes})
-
-
 test_refused = all_refused(globals())(r"""
 toy(total_num_replicas=1, num_tokens=0)  # ValueError: Too few .*=0, and 1 are
 toy(num_tokens=-5)  # ValueError: num_tokens must be -1 or more
@@ -231,10 +171,5 @@ toy(record="some")  # TypeError: record must be
 toy(record=0)  # ValueError: record must be 1
 toy(variable_averages=2.0)  # ValueError: a decay
 toy(params={})  # ValueError: at least one variable
-on_clock(meet=SyncReplicas(1, 2))  # ValueError: there are 1 workers
-on_clock(meet=SyncReplicas(3, num_tokens=1))  # ValueError: Too few
-on_clock(delay=1)  # ValueError: every gradient is pushed whole
-on_clock(part_bytes=[1, 2])  # ValueError: the bytes of one part
-on_clock(communication_period=2)  # ValueError: every gradient is pushed whole
 toy(params={"w": jnp.ones(3)})  # ValueError: 'w'.* has shape \(2,\)
 """)

@@ -205,7 +205,7 @@ def of_the_runtime(grouped):
         connection = runtime.GroupConnection(server, "127.0.0.1")
     worker = runtime.Worker(
         connection, params, oxs.optimizers.adam(0.1), rule,
-        index=0, keep_state=1, **settings,
+        index=0, **settings,
     )  # fmt: skip
     worker.shard(NamedSharding(over, P(contexts.AXIS)))
     gradient = jax.jit(lambda params, t: jax.tree.map(lambda x: jnp.sin(x + t), params))
@@ -215,7 +215,7 @@ def of_the_runtime(grouped):
             worker.step(gradient(worker.params, np.float32(t)))
         except runtime.PushRefused:
             refused += 1
-            worker.pull()  # with the state of Adam that was sent last
+            worker.pull()
     worker.land()
     params = multihost_utils.process_allgather(worker.params, tiled=True)
     heard = [refused, worker.rounds, server.global_step]

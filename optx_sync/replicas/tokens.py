@@ -57,8 +57,7 @@ class SyncReplicas:
     max(N, R) tokens of the new step. A worker waits for a token after each push.
 
     The original is TensorFlow's `SyncReplicasOptimizer`, whose event by event replay is
-    `oxs.simulate.sync_replicas`, on a virtual clock `oxs.simulate.clock(meet=)`. In
-    `run`, with N >= R, a worker whose gradient was
+    `oxs.simulate.sync_replicas`. In `run`, with N >= R, a worker whose gradient was
     accepted waits for the update that it is part of. The original lets it go on as soon
     as any token is left over: it then computes a gradient that is stale on arrival,
     which costs a third of the updates when one of four workers lags behind.

@@ -112,10 +112,6 @@ class GroupConnection:
         """See `Server.leave`."""
         self._heard("leave", lambda: self._servers.leave(worker))
 
-    def finish(self, worker: int) -> None:
-        """See `RayConnection.finish`."""
-        self._heard("finish", lambda: self._servers.finish(worker))
-
     def _was_told(self) -> bool:
         for line in self._lines:
             while line.poll():  # Also where the process is gone.

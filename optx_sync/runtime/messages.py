@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.trees import Tree
@@ -35,10 +34,7 @@ class Push(NamedTuple):
     bytes: int = 0  # of all that the worker sends in this round
     tokens: float = 1.0  # the weight of the contribution, as the worker counts it
     part: int = 0
-    # For this worker's successor, if they are sent: the leaves of its inner state, and
-    # notes of its program, as JSON.
-    state: Arrays = {}  # noqa: RUF012 # only read
-    place: str = ""
+    place: str = ""  # for its successor: notes of its program, as JSON
     met: int = -1  # the part's meetings that it has taken; -1: all
     leases: tuple[int, ...] = ()  # the ranges of samples that it is made of
     step_seconds: float = 0.0  # seconds of one of the worker's steps
@@ -56,12 +52,6 @@ class Push(NamedTuple):
                 return f"{name} must be {least} or more; got {number}."
         if not isinstance(self.shown, dict):
             return f"shown must be a dict of numbers; got {self.shown!r}."
-        if not isinstance(self.state, dict):
-            return f"state must be a dict of arrays; got {type(self.state)}."
-        for name, x in self.state.items():
-            if not _can_be_saved(x):
-                kind = getattr(x, "dtype", type(x).__name__)
-                return f"state must hold NumPy arrays of numbers; {name!r} is {kind}."
         if not isinstance(self.place, str):
             return f"place must be a text; got {self.place!r}."
         numbers = {"seconds": self.seconds, "tokens": self.tokens}
@@ -72,13 +62,6 @@ class Push(NamedTuple):
         if not (self.tokens >= 0 and math.isfinite(self.tokens)):
             return f"tokens must be 0 or more, and finite; got {self.tokens}."
         return ""
-
-
-def _can_be_saved(x: object) -> bool:
-    """Whether a checkpoint can hold it: NumPy's numbers, but none of its long ones."""
-    if not isinstance(x, np.ndarray | np.generic) or x.dtype.char in "gG":
-        return False
-    return any(jnp.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
 
 
 # The numbers of a push and the least value of each; the server checks the others.
@@ -129,7 +112,6 @@ class Joined(NamedTuple):
     local_step: int  # the worker's steps at its last round
     restarts: int  # how often the worker has joined before
     incarnation: int = 0  # stands in every push; pushes of an older one are refused
-    state: Arrays = {}  # noqa: RUF012 # only read: the inner optimizer of its predecessor
     place: str = ""  # the notes of its predecessor's program, as JSON
 
     @property

@@ -15,8 +15,7 @@ that it applied to each part, and so recognises one that is sent again.
 
 **A server has checkpoints of its own.** One that dies is restored from its last one, in
 a new epoch. It turns away messages of another epoch, and says which push of each part
-survived. So the worker knows what is lost: it reports this, or sends those pushes again
-if it has kept them (`replay`).
+survived. So the worker knows what is lost, and reports it.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -50,7 +49,6 @@ class Book(NamedTuple):
     handed: int = 0  # the last incarnation that was handed out
     number: int = 0  # of the last checkpoint attempt
     saved: tuple[int, ...] = ()  # the checkpoints that can be read
-    covered: tuple[tuple[Name, ...], ...] = ()  # `last` of each place in the newest
     since: int = 0  # pushes since the last attempt
 
 
@@ -62,8 +60,7 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
 
 def restored(book: Book, entries: tuple[Entry, ...], saved: tuple[int, ...]) -> Book:
     """The book of a server that is restored from the newest of `saved`."""
-    covered = tuple(tuple(place.last for place in e.places) for e in entries)
-    return book._replace(entries=entries, saved=saved, covered=covered)
+    return book._replace(entries=entries, saved=saved)
 
 
 # Requests to a server.
@@ -102,13 +99,7 @@ class Stay(NamedTuple):
     part: int = 0  # of the push that waits, its index on this server
 
 
-class Save(NamedTuple):
-    """Write a checkpoint, and report which of this worker's pushes it covers."""
-
-    worker: int
-
-
-Request: TypeAlias = Enter | Send | Stay | Save
+Request: TypeAlias = Enter | Send | Stay
 
 
 # Answers of a server.
@@ -119,7 +110,6 @@ class Standing(NamedTuple):
 
     epoch: int
     entry: Entry
-    covered: tuple[Name, ...] = ()  # of each part, the last push in a checkpoint
     busy: bool = False  # not done yet: ask again
 
 
@@ -128,7 +118,6 @@ class Turned(NamedTuple):
 
     epoch: int
     entry: Entry
-    covered: tuple[Name, ...] = ()
 
 
 class Superseded(NamedTuple):
@@ -152,7 +141,7 @@ class Decision(NamedTuple):
 
     book: Book
     answer: Answer
-    # "apply" the push, repeat the last answer ("again"), "save", or nothing.
+    # "apply" the push, repeat the last answer ("again"), or nothing.
     action: str = ""
 
 
@@ -160,8 +149,6 @@ def decide(book: Book, request: Request) -> Decision:
     """Decide what a server does about a request."""
     worker = request.worker
     entry = book.entries[worker]
-    if isinstance(request, Save):
-        return Decision(book, standing(book, worker), "save")
     if isinstance(request, Enter):
         handed = max(book.handed, entry.incarnation, request.above) + 1
         incarnation = request.incarnation or handed
@@ -173,7 +160,7 @@ def decide(book: Book, request: Request) -> Decision:
         book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
         return Decision(book, standing(book, worker))
     if request.epoch != book.epoch:
-        return Decision(book, Turned(*standing(book, worker)[:3]))
+        return Decision(book, Turned(book.epoch, entry))
     if request.incarnation < entry.incarnation:
         return Decision(book, _superseded(request, entry))
     if request.incarnation > entry.incarnation:  # It joined after the checkpoint.
@@ -230,14 +217,12 @@ def is_due(book: Book) -> bool:
 
 def saved(book: Book, number: int) -> Book:
     """The book after a checkpoint; the newest two are kept."""
-    covered = tuple(tuple(place.last for place in e.places) for e in book.entries)
-    return book._replace(saved=(*book.saved[-1:], number), covered=covered)
+    return book._replace(saved=(*book.saved[-1:], number))
 
 
 def standing(book: Book, worker: int, busy: bool = False) -> Standing:
     """The state of a worker's pushes."""
-    covered = book.covered[worker] if book.covered else ()
-    return Standing(book.epoch, book.entries[worker], covered, busy)
+    return Standing(book.epoch, book.entries[worker], busy)
 
 
 def _with(book: Book, worker: int, entry: Entry) -> Book:
@@ -261,39 +246,31 @@ class Line(NamedTuple):
     round: int = 0  # the server's count for that push
     used: int = 0  # the server's count of those not dropped
     base: int = 0  # how many of these its predecessors made
-    kept: tuple[int, ...] = ()  # serials applied and not known to be in a checkpoint
 
 
 class Client(NamedTuple):
     """A worker's side of the protocol with one server."""
 
     worker: int
-    replay: int = 0  # how many pushes of each part it keeps at most
     incarnation: int = 0
     above: int = 0  # the newest of another server, which is above it
     joins: int = 0
     epoch: int = 0  # of the server; 0: it has not answered yet
     lines: tuple[Line, ...] = ()  # of each part that lives there
-    # The request under way: "enter", "send", "token", "start", "save"; or how the last
-    # one ended: "idle", "waiting", "superseded", "refused".
+    # The request under way: "enter", "send", "token", "start"; or how the last one
+    # ended: "idle", "waiting", "superseded", "refused".
     phase: str = "idle"
-    goal: str = "idle"  # the operation that was begun
-    sending: tuple[tuple[int, int], ...] = ()  # (part, serial), not yet applied
+    sending: tuple[int, ...] = ()  # (part, serial) of a push; () where none is sent
     lost: int = 0  # pushes lost with the server that its worker has not been told of
-    tries: int = 0
     message: str = ""
 
 
-def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
-    """Begin an operation: "enter", "send" a push, "start", or "save"."""
+def begin(client: Client, phase: str, part: int = 0, serial: int = 0) -> Client:
+    """Begin an operation: "enter", "send" a push, or "start"."""
     # With a push that is refused nothing is told: what was lost by then still is.
     lost = client.lost if client.phase == "refused" else 0
-    client = client._replace(goal=goal, phase=goal, lost=lost, tries=0, message="")
-    if goal == "send":
-        return client._replace(sending=((part, serial),))
-    if goal == "save" and not any(line.kept for line in client.lines):
-        return client._replace(phase="idle")
-    return client
+    sending = (part, serial) if phase == "send" else ()
+    return client._replace(phase=phase, sending=sending, lost=lost, message="")
 
 
 def wants(client: Client) -> Request | None:
@@ -302,20 +279,14 @@ def wants(client: Client) -> Request | None:
     match c.phase:
         case "enter":
             return Enter(c.worker, c.incarnation, c.above)
-        case "save":
-            return Save(c.worker)
         case "token" | "start":
-            part = c.sending[0][0] if c.sending else 0
+            part = c.sending[0] if c.sending else 0
             return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins, part)
         case "send":
-            part, serial = c.sending[0]
+            part, serial = c.sending
             line = c.lines[part] if c.lines else Line()
-            ahead = 1
-            if c.goal == "send" and len(c.sending) == 1:
-                # The new one; if it is neither the next nor the last one again, the
-                # server refuses it.
-                ahead = serial - line.serial or 1
-            number = line.round + ahead
+            # If it is neither the next nor the last one again, the server refuses it.
+            number = line.round + (serial - line.serial or 1)
             return Send(c.epoch, c.worker, c.incarnation, c.joins, part, number, serial)
     return None
 
@@ -325,70 +296,31 @@ def hears(client: Client, answer: Answer) -> Client:
     match answer:
         case Superseded(message, newest):
             return client._replace(phase="superseded", message=message, above=newest)
-        case Refused() if len(client.sending) > 1 or client.goal in ("start", "save"):
-            # The answer to one push that is sent again; the others follow.
-            rest = client.sending[1:]
-            return _go_on(client._replace(sending=rest, lost=client.lost + 1))
-        case Refused():
-            return client._replace(phase="refused", sending=(), message=answer.message)
+        case Refused(message):
+            return client._replace(phase="refused", sending=(), message=message)
         case Turned():
             return _resumed(client, answer)
-    if answer.epoch != client.epoch and client.phase == "save":
-        return _resumed(client, Turned(*answer[:3]))
     client = client._replace(epoch=answer.epoch)
-    if answer.busy and client.sending:  # Others have to come: ask again.
-        return client._replace(phase="token", goal="token")
-    if answer.busy:
-        return client._replace(phase="waiting")
-    match client.phase:
-        case "enter":
-            places, incarnation, joins = answer.entry
-            lines = tuple(Line(p.round, p.round, p.used, p.used) for p in places)
-            return client._replace(
-                phase="idle",
-                lines=lines,
-                incarnation=incarnation,
-                above=0,
-                joins=joins,
-                sending=(),
-            )
-        case "send" | "token" if client.sending:
-            return _go_on(_covered(_applied(client, answer), answer))
-        case "save":
-            client = _covered(client, answer)._replace(tries=client.tries + 1)
-            again = client.tries < 3 and any(line.kept for line in client.lines)
-            return client._replace(phase="save" if again else "idle")
-    return client._replace(phase="idle")
-
-
-def _applied(client: Client, answer: Standing) -> Client:
-    (part, serial), *rest = client.sending
-    line, place = client.lines[part], answer.entry.places[part]
-    kept = ()
-    if client.replay:
-        kept = (*(s for s in line.kept if s != serial), serial)[-client.replay :]
-    line = line._replace(
-        serial=max(line.serial, serial), round=place.round, used=place.used, kept=kept
-    )
-    lines = _put(client.lines, part, line)
-    return client._replace(lines=lines, sending=tuple(rest))
-
-
-def _covered(client: Client, answer: Standing) -> Client:
-    """Forget pushes that a checkpoint covers."""
-    if not answer.covered:
-        return client
-    lines = []
-    for line, name in zip(client.lines, answer.covered, strict=True):
-        done = name[1] if name[:1] == (client.incarnation,) else 0
-        lines.append(line._replace(kept=tuple(s for s in line.kept if s > done)))
-    return client._replace(lines=tuple(lines))
+    if answer.busy:  # Others have to come: ask again.
+        return client._replace(phase="token" if client.sending else "waiting")
+    places, incarnation, joins = answer.entry
+    if client.phase == "enter":
+        lines = tuple(Line(p.round, p.round, p.used, p.used) for p in places)
+        client = client._replace(
+            lines=lines, incarnation=incarnation, above=0, joins=joins
+        )
+    elif client.sending:
+        part, serial = client.sending
+        line, place = client.lines[part], places[part]
+        serial = max(line.serial, serial)
+        line = line._replace(serial=serial, round=place.round, used=place.used)
+        client = client._replace(lines=_put(client.lines, part, line))
+    return client._replace(phase="idle", sending=())
 
 
 def _resumed(client: Client, answer: Turned) -> Client:
     """The client after the server was restored: which of its pushes survived."""
     lines: list[Line] = []
-    again: list[tuple[int, int]] = []
     lost = client.lost
     for part, place in enumerate(answer.entry.places):
         mine = place.last[:1] == (client.incarnation,)
@@ -398,26 +330,16 @@ def _resumed(client: Client, answer: Turned) -> Client:
             lines.append(Line(serial, place.round, place.used, place.used))
             continue
         line = client.lines[part]
-        resend = [(part, serial) for serial in line.kept if serial > applied]
-        again += resend
-        # Some of the pushes that are sent again had been applied.
-        coming = {*resend, *(s for s in client.sending if s[0] == part)}
-        had = sum(applied < serial <= line.serial for _, serial in coming)
-        lost += max(line.used - max(place.used, line.base) - had, 0)
-        kept = tuple(serial for serial in line.kept if serial <= applied)
-        base = min(line.base, place.used)
-        serial = max(line.serial, applied)
-        lines.append(Line(serial, place.round, place.used, base, kept))
-    sending = tuple(dict.fromkeys((*again, *client.sending)))
-    return _go_on(
-        client._replace(
-            epoch=answer.epoch, lines=tuple(lines), sending=sending, lost=lost
+        # Whether the push that is sent again had been applied.
+        had = (
+            client.sending[:1] == (part,) and applied < client.sending[1] <= line.serial
         )
+        lost += max(line.used - max(place.used, line.base) - had, 0)
+        base, serial = min(line.base, place.used), max(line.serial, applied)
+        lines.append(Line(serial, place.round, place.used, base))
+    return client._replace(
+        epoch=answer.epoch,
+        lines=tuple(lines),
+        lost=lost,
+        phase="send" if client.sending else client.phase,
     )
-
-
-def _go_on(client: Client) -> Client:
-    if client.sending:
-        return client._replace(phase="send")
-    asks = client.goal in ("start", "save")
-    return client._replace(phase=client.goal if asks else "idle")

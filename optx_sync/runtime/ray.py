@@ -77,14 +77,11 @@ def run(
     synchronous: bool = False,
     address: str | None = None,
     checkpoint_every: int = 100,
-    replay: bool = False,
     weigh: contract.Weigh | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
-    keep_local: float | None = None,
     meet: Quorum | None = None,
     samples: Samples | None = None,
-    keep_state: int = 0,
     resume: bool = True,
     max_failures: int = 0,
     worker_timeout: float | None = None,
@@ -102,15 +99,15 @@ def run(
     starts again, with the center for parameters and `worker.local_step` as of its last
     round; so write `while worker.local_step < steps:`. A server that dies comes back
     from its last checkpoint. What was pushed since is lost, and each worker learns how
-    many pushes (`worker.lost`), unless there is `replay`.
+    many pushes (`worker.lost`).
 
     Args:
         worker_fn: The worker's program, for cloudpickle.
         params: The parameters to start from.
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
         agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)`,
-            which needs one server and refuses `exchange`, `pull_exchange`, `replay`,
-            `weigh`, `fragments`, `delay` and `keep_local`.
+            which needs one server and refuses `exchange`, `pull_exchange`, `weigh`,
+            `fragments` and `delay`.
         num_workers: How many workers.
         num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
@@ -122,20 +119,15 @@ def run(
         synchronous: All workers wait at the start until the last one has joined.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
-        replay: Workers keep what they push until a checkpoint covers it, and send it
-            again when a server died.
         weigh: `(at: Round) -> factor`, traced: how much of a push the center absorbs:
             `lambda at: (1.0 + at.staleness) ** -0.5`; 0 drops it.
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
         delay: A worker's steps from a push until it takes the answer.
-        keep_local: As in `center_variable`.
         meet: When the center absorbs: `one()`, each push when it comes (the default);
             `quorum(3)`, the mean of 3 workers or more; a push that comes after its
             meeting is dropped, and `worker.used` False.
         samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
             once in an epoch whoever dies.
-        keep_state: Every so many rounds a worker's inner state is sent along, for its
-            successor; 0: that one starts with a fresh state.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
             what is there.
         max_failures: After so many exceptions of `worker_fn`, over all workers, the
@@ -167,8 +159,8 @@ def run(
         contract.check_rule(agreement, "run(..., oxs.rules.diloco(), ..., weigh=weigh)")
         agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
-        num_workers, communication_period, exchange, fragments, delay, keep_local,
-        pull_exchange, meet,
+        num_workers, communication_period, exchange, fragments, delay, pull_exchange,
+        meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
@@ -197,9 +189,8 @@ def run(
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             resume=resume,
-            replay=replay,
             samples=samples,
-            **settings.served(),
+            **settings._asdict(),
         )
         for actor in connection.servers:
             ends.callback(ray.kill, actor)
@@ -207,7 +198,6 @@ def run(
             **settings._asdict(),
             "num_servers": num_servers,
             "synchronous": synchronous,
-            "keep_state": keep_state,
         }
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)

@@ -40,7 +40,7 @@ from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
-from optx_sync.runtime.worker import Preempted, Worker, log, shapes_of
+from optx_sync.runtime.worker import Preempted, Worker, shapes_of
 from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -65,7 +65,6 @@ def start_servers(
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
     resume: bool = True,
-    replay: bool = False,
 ) -> "RayConnection":
     """Start the servers as Ray actors, for those who start workers themselves.
 
@@ -85,7 +84,6 @@ def start_servers(
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
         resume: See `run`.
-        replay: See `run`.
 
     Returns:
         The connection to them. Send it to any Ray task or actor, and make
@@ -99,24 +97,14 @@ def start_servers(
     ray = import_ray()
     shapes = shapes_of(params)
     settings = Settings(
-        num_workers, communication_period, exchange, fragments, delay,
-        pull_exchange=pull_exchange, meet=meet,
+        num_workers, communication_period, exchange, fragments, delay, pull_exchange,
+        meet,
     )  # fmt: skip
     way = way_of(agreement, settings)
     if num_servers != 1 and not way.of_center:
         raise ValueError(
             "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
             f"server; got num_servers={num_servers}. Pass num_servers=1."
-        )
-    if replay and checkpoint_dir is None:
-        raise ValueError(
-            "replay=True sends again what a server has lost since its last checkpoint, "
-            "and there is none. Pass checkpoint_dir."
-        )
-    if replay and not way.of_center:
-        raise ValueError(
-            "replay=True has no use with SyncReplicas: a gradient that is sent again "
-            "was computed after the update that it would be for. Leave it out."
         )
     lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
@@ -130,7 +118,7 @@ def start_servers(
     servers = []
     for number in range(num_servers):
         given = {
-            **settings.served(),
+            **settings._asdict(),
             "inner": None if way.of_center else inner,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
@@ -145,9 +133,8 @@ def start_servers(
         # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
-    kept = 2 * checkpoint_every if replay else 0
     saved_in = None if checkpoint_dir is None else str(checkpoint_dir)
-    connection = RayConnection(servers, shapes, way.fragments, kept, saved_in)
+    connection = RayConnection(servers, shapes, way.fragments, saved_in)
     values = ray.put(jax.tree.map(np.asarray, params))
     try:
         connection.ask_servers(lambda server: server.begin.remote(values))
@@ -187,31 +174,25 @@ class RayConnection:
         servers: list[Any],
         shapes: Tree,
         fragments: Fragments,
-        replay: int,
         saved_in: str | None,
     ):
         self.servers = servers
         self._shapes = shapes
         self._fragments = fragments
-        self._replay = replay
         self.saved_in = saved_in
-        # Of this process, by worker and server: the workers' sides of the protocol, and
-        # the pushes, by part and serial, that may have to be sent again.
+        # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
-        self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
-        # Those that are not answered yet: several, where workers share meetings.
-        self._under_way: dict[tuple[int, int], set[tuple[int, int]]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
         self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        given = self.servers, self._shapes, self._fragments, self._replay
-        return RayConnection, (*given, self.saved_in)
+        given = self.servers, self._shapes, self._fragments, self.saved_in
+        return RayConnection, given
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
-        client, found = Client(worker, self._replay), []
+        client, found = Client(worker), []
         while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = Line(begins=True)
             # It joins all servers with the incarnation that the first one hands out.
@@ -223,16 +204,11 @@ class RayConnection:
             if client.phase != "idle":
                 raise ValueError(client.message)
             self._clients[worker, server] = client
-            self._pushes[worker, server] = {}
-            self._under_way.pop((worker, server), None)
             found.append(joined)
-        parts, state, step, place = {}, {}, 0, ""
-        for one in sorted(found, key=lambda one: one.local_step):
-            # The newest state and notes of its predecessor.
-            parts |= one.parts
-            step, place, state = one.local_step, one.place, one.state or state
-        joined = found[0]
-        return joined._replace(parts=parts, local_step=step, state=state, place=place)
+        parts = {part: x for one in found for part, x in one.parts.items()}
+        newest = max(found, key=lambda one: one.local_step)  # of its predecessor
+        step, place = newest.local_step, newest.place
+        return found[0]._replace(parts=parts, local_step=step, place=place)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""
@@ -256,22 +232,18 @@ class RayConnection:
             serial = push.round
         key = push.worker, number
         # It joined in another process, or not at all.
-        client = self._clients.get(key, Client(push.worker, self._replay))
+        client = self._clients.get(key, Client(push.worker))
         stale = client.incarnation != push.incarnation
         client = protocol.begin(
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
-        self._pushes.setdefault(key, {})[position, serial] = push
-        under_way = self._under_way.setdefault(key, set())
-        under_way.add((position, serial))
-        talk = _Conversation(self, number, client)
+        talk = _Conversation(self, number, client, push)
 
         def answer() -> Reply:
             after, reply = talk.end()
-            under_way.discard((position, serial))
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
-            self._keep(key, after)
+            self._clients[key] = self.with_news(after, number)
             if after.phase == "refused":
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
@@ -281,9 +253,7 @@ class RayConnection:
     def lease(
         self, worker: int, incarnation: int, holds: list[int], count: int
     ) -> list[Lease] | None:
-        """See `Server.lease`; what may be sent again is held as well."""
-        kept = self._pushes.get((worker, 0), {}).values()
-        holds = [*holds, *(number for push in kept for number in push.leases)]
+        """See `Server.lease`."""
         return self.call("lease", worker, incarnation, holds, count, of=(0,))[0]
 
     def asked(self, worker: int, part: int, met: int) -> bool:
@@ -305,17 +275,6 @@ class RayConnection:
         """See `Server.leaves`."""
         return told
 
-    def _keep(self, key: tuple[int, int], client: Client) -> None:
-        """Keep the state of the protocol, and the pushes that may be sent again."""
-        client = self.with_news(client, key[1])
-        kept = {(p, s) for p, line in enumerate(client.lines) for s in line.kept}
-        needed = kept | set(client.sending) | self._under_way.get(key, set())
-        pushes = self._pushes.get(key, {})
-        self._pushes[key] = {
-            name: push for name, push in pushes.items() if name in needed
-        }
-        self._clients[key] = client
-
     def with_news(self, client: Client, server: int) -> Client:
         """A client with what others of the same worker have heard of its pushes."""
         newest = self._clients.get((client.worker, server), client)
@@ -329,22 +288,6 @@ class RayConnection:
         if newest is not None and newest.incarnation == client.incarnation:
             news = newest._replace(lines=client.lines, epoch=client.epoch)
             self._clients[client.worker, server] = news
-
-    def finish(self, worker: int) -> None:
-        """With `replay`, wait until a checkpoint covers what this worker has pushed."""
-        kept = 0
-        for key, client in list(self._clients.items()):
-            if key[0] == worker and client.replay:
-                client, _ = self._converse(key[1], protocol.begin(client, "save"))
-                self._keep(key, client)
-                kept += sum(len(line.kept) for line in client.lines)
-        if kept:
-            log.warning(
-                "Worker %d ends, and its last %d pushes are in no checkpoint: the "
-                "servers cannot save.",
-                worker,
-                kept,
-            )
 
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
@@ -366,18 +309,15 @@ class RayConnection:
         self.call("checkpoint")
 
     def ask(
-        self, server: int, client: Client, line: Line | None = None
+        self, server: int, client: Client, push: Push | None, line: Line | None
     ) -> tuple[Line, Any]:
         """Send a client's request: the line that was used, and Ray's reference."""
-        key = client.worker, server
-        line = line or self._lines.setdefault(key, Line())
+        line = line or self._lines.setdefault((client.worker, server), Line())
         if line.busy:  # Its memory holds an answer that has not been read.
             line = Line()
-        request, push = protocol.wants(client), None
-        if isinstance(request, Send):
-            pushes = self._pushes.get(key, {})
-            push = pushes.get((request.part, request.serial))
-        message, line.busy = line.packed((request, push)), True
+        request = protocol.wants(client)
+        sent = push if isinstance(request, Send) else None
+        message, line.busy = line.packed((request, sent)), True
         if line.is_open:
             try:
                 line.say(message)
@@ -434,8 +374,15 @@ class _Conversation:
     A push that waits for others to come is asked for again, until it is answered.
     """
 
-    def __init__(self, connection: RayConnection, server: int, client: Client):
+    def __init__(
+        self,
+        connection: RayConnection,
+        server: int,
+        client: Client,
+        push: Push | None = None,
+    ):
         self._connection, self._server, self._client = connection, server, client
+        self._push = push  # of an operation that sends one
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
         self._rests_until: float = 0.0  # where a server is being restarted
@@ -475,7 +422,7 @@ class _Conversation:
     def _ask(self) -> tuple[Line, Any]:
         if self._asked is None:
             ask = self._connection.ask
-            self._asked = ask(self._server, self._client, self._line)
+            self._asked = ask(self._server, self._client, self._push, self._line)
         return self._asked
 
     def _hear(self) -> None:
@@ -500,8 +447,6 @@ class _Conversation:
             self._connection.note(client, self._server)
             if came is not None:
                 self._payload = came
-            if client.phase == "save" and client.tries:
-                self._rests_until = time.monotonic() + PAUSE_SECONDS
             self._client = client
         finally:
             line.busy = False
@@ -613,7 +558,6 @@ class WorkerActor:
                 worker_fn(worker)
             except Preempted:
                 connection.leave(index)
-                connection.finish(index)
                 return None
             except SystemExit as error:  # Ray would take the process for dead.
                 if error.code not in (None, 0):
@@ -623,7 +567,6 @@ class WorkerActor:
             connection.leave(index)  # Nobody waits for this worker any more.
             worker.land()
             again = worker.resumes()
-        connection.finish(index)
         return worker.unpushed
 
 

@@ -119,7 +119,7 @@ class Server:
     ):
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange=pull_exchange, meet=meet,
+            pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
@@ -150,8 +150,7 @@ class Server:
             checkpoint_every if self._checkpoints else 0,
         )
         self._local_steps: list[int] = [0] * num_workers
-        # For each worker's successor: its inner state, and notes of its program.
-        self._states: list[Arrays] = [{}] * num_workers
+        # For each worker's successor: notes of its program.
         self._places: list[str] = [""] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
@@ -413,8 +412,6 @@ class Server:
         self._book = book
         reply, part = None, 0
         match request:
-            case protocol.Save():
-                self._save()
             case protocol.Enter():
                 if not request.above:
                     self._note("join", worker)
@@ -445,7 +442,6 @@ class Server:
             self._local_steps[worker],
             entry.joins - 1,
             entry.incarnation,
-            self._states[worker],
             self._places[worker],
         )
 
@@ -474,8 +470,6 @@ class Server:
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
-        if push.state:  # A copy: the message is overwritten.
-            self._states[worker] = {k: np.array(x) for k, x in push.state.items()}
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, push.lost, message=message)
@@ -498,7 +492,6 @@ class Server:
             arrays[f"part_{part}"], more = held.save()
             made_by = held.describe(), self.layout.mark(self._like, part)
             notes.append({**more, "made_by": made_by})
-        arrays |= {f"worker_{w}": x for w, x in enumerate(self._states) if x}
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
         try:
@@ -574,7 +567,6 @@ class Server:
                 f"The checkpoint is of {len(notes['entries'])} workers, who wait for "
                 f"each other; got num_workers={self.num_workers}. {other}"
             )
-        states = {k: arrays.pop(k) for k in [*arrays] if k.startswith("worker_")}
         names = {f"part_{part}" for part in self.parts}
         if set(arrays) != names:
             raise ValueError(
@@ -606,8 +598,6 @@ class Server:
             held.load(of_part, note)
         self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
         self._places = self._sized(notes["places_of_workers"], "")
-        number = range(self.num_workers)
-        self._states = [states.get(f"worker_{worker}", {}) for worker in number]
 
     def _sized(self, of_workers: Any, new: Any) -> Any:
         """The entries of each worker, resized to another number of workers."""

@@ -19,7 +19,7 @@ from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.meetings import Quorum
 from optx_sync.center.worker import start_center
-from optx_sync.checks import check_grads, check_inner, integer, interval
+from optx_sync.checks import check_grads, check_inner, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
@@ -101,9 +101,7 @@ class Worker:
         pull_exchange: As the server's.
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
-        keep_local: The share of its own that a worker keeps; see `run`.
         meet: As the server's.
-        keep_state: Send the inner state along every so many rounds; see `run`.
         num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
 
@@ -128,7 +126,7 @@ class Worker:
         preempted: Set it once a notice has come that the machine goes, as `run` does at
             a SIGTERM: the next step hands in what it has and raises `Preempted`.
         lost: Pushes of this worker that were lost with a server: applied after its last
-            checkpoint, and without `replay`.
+            checkpoint.
         connection: As given.
 
     Example:
@@ -160,15 +158,13 @@ class Worker:
         pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
         delay: int | None = None,
-        keep_local: float | None = None,
         meet: Quorum | None = None,
-        keep_state: int = 0,
         num_servers: int = 1,
         synchronous: bool = False,
     ):
         check_period(communication_period)
         settings = Settings(
-            num_workers, communication_period, exchange, fragments, delay, keep_local,
+            num_workers, communication_period, exchange, fragments, delay,
             pull_exchange, meet,
         )  # fmt: skip
         way = way_of(agreement, settings)
@@ -180,8 +176,6 @@ class Worker:
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
         self._shared: bool = way.meet.shared
-        integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
-        self._keep_state: int = keep_state
         self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True
@@ -391,10 +385,7 @@ class Worker:
         pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
         self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
-        every = self._keep_state
-        state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
-        size += bytes_of(state)
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
         first = [part for part in parts if not self.layout.owners[part]][:1]
         leases = tuple(self._walked) if first else ()
@@ -412,14 +403,12 @@ class Worker:
                 bytes=size,
                 tokens=tokens[part],
                 part=part,
-                state=state,
                 place=place,
                 confirms=self._confirms[part],
                 met=self._steps[part],
                 leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
-            state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
         if first:
@@ -495,9 +484,6 @@ class Worker:
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}
         self._own.start(arrays, self._place)
-        if self._keep_state and joined.state:
-            self._own.go_on(joined.state)
-        self._state = joined.state
         self.place: Any = json.loads(joined.place or "null")
         self._torn = False
         return joined
@@ -511,8 +497,6 @@ class Worker:
         """
         self._sharding = sharding
         self._own.place(self._place)
-        if self._keep_state and self._state:
-            self._own.go_on(self._state)
 
     def _place(self, tree: Tree) -> Tree:
         return tree if self._sharding is None else jax.device_put(tree, self._sharding)

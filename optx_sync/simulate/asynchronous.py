@@ -90,7 +90,6 @@ def asynchronous(
     exchange: Exchange | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
-    keep_local: float | jax.Array | None = None,
     drop_nonfinite: bool = False,
     record: Record = None,
     weigh: Weigh | None = None,
@@ -133,7 +132,6 @@ def asynchronous(
         fragments: As in `center_variable`: in its k-th round a worker exchanges part k
             mod P.
         delay: As in `center_variable`, in steps of the worker.
-        keep_local: As in `center_variable`.
         drop_nonfinite: As in `center_variable`.
         record: Which history of `params` and `center` to keep. `None`: all, or every
             n-th event so that it takes at most 256 MB. `"all"`. An int n: every n-th. A
@@ -180,7 +178,7 @@ def asynchronous(
     engine, params = engine_of(
         call, inner, rule, params, grad_fn, num_workers=num_workers, weigh=weigh,
         communication_period=communication_period, exchange=exchange,
-        fragments=fragments, keep_local=keep_local,
+        fragments=fragments,
     )  # fmt: skip
     if engine.rule.weigh is not None and (fragments is not None or delay):
         raise ValueError(

@@ -17,15 +17,8 @@ import numpy as np
 
 from optx_sync.center.checks import check_delay
 from optx_sync.center.fragments import steps_between
-from optx_sync.center.meetings import Quorum, check_meet, one
+from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.checks import check_function, integer, interval
-from optx_sync.replicas.tokens import (
-    SyncReplicas,
-    Tokens,
-    hand_out,
-    tokens_of_update,
-    tokens_with,
-)
 
 # Of each worker a number, or `(worker, its step from 0 on) -> number`.
 PerStep: TypeAlias = Sequence[float] | Callable[[int, int], float]
@@ -58,7 +51,7 @@ class Happening(NamedTuple):
     # last one of the part; this one included.
     steps: int = 0
     tokens: float = 0.0  # behind so many steps, or of this STEP
-    # Of JOIN and LATE: meetings of the part, or updates, since its worker knew of one.
+    # Of JOIN and LATE: meetings of the part since its worker knew of one.
     staleness: int = 0
     number: int = 0  # of STEP: steps of all before it; of a PUSH: its worker's, from 1
     come: tuple[int, ...] = ()  # of CLOSE: whose contributions are absorbed
@@ -78,7 +71,6 @@ class Timeline:
         kept_seconds: float[N], those of steps that are in the center: neither lost in a
             death, nor late, nor on the way, nor overwritten by an answer. A step counts
             for each part in turn.
-        meet: What `clock` was given.
     """
 
     events: tuple[Happening, ...]
@@ -88,7 +80,6 @@ class Timeline:
     bytes_down: np.ndarray
     step_seconds: np.ndarray
     kept_seconds: np.ndarray
-    meet: Quorum | SyncReplicas
 
     def of(self, *kinds: Kind) -> list[Happening]:
         """The events of these kinds."""
@@ -112,13 +103,8 @@ class Timeline:
 
     @property
     def workers(self) -> np.ndarray:
-        """int32[S], the order for `asynchronous`: the worker of each step.
-
-        With `SyncReplicas` the order for `sync_replicas`: of each gradient that came.
-        """
-        of_meetings = isinstance(self.meet, Quorum)
-        kinds = (Kind.STEP,) if of_meetings else (Kind.JOIN, Kind.LATE)
-        return np.asarray([event.worker for event in self.of(*kinds)], np.int32)
+        """int32[S], the order for `asynchronous`: the worker of each step."""
+        return np.asarray([event.worker for event in self.of(Kind.STEP)], np.int32)
 
 
 def clock(
@@ -126,8 +112,8 @@ def clock(
     *,
     until: float,
     num_workers: int | None = None,
-    meet: Quorum | SyncReplicas | None = None,
-    communication_period: int | None = None,
+    meet: Quorum | None = None,
+    communication_period: int = 10,
     delay: int | None = None,
     part_bytes: Sequence[float] = (0.0,),
     link: Link | None = None,
@@ -149,12 +135,6 @@ def clock(
     it starts with all parts of the center. One that is back at `inf` has left: no
     meeting waits for it.
 
-    With `SyncReplicas` it is the machine of `sync_replicas`: a worker sends each
-    gradient to the one server, which drops it (`LATE`) if its token is of an update
-    before the last one. R fresh ones are an update (`CLOSE`), which puts max(N, R)
-    tokens into the queue, and the worker waits for one. The queue knows of no death: a
-    worker has its token, or its place among those that wait, when it is back.
-
     The grace of a meeting counts on the last step of the fastest that has come, and
     twice the first one's link. What happens at the same second happens in this order:
     deaths, returns, ends of steps, arrivals, closings and answers; of the same kind, by
@@ -164,10 +144,9 @@ def clock(
         seconds: Of each worker's step: N numbers, or `(worker, step) -> seconds`.
         until: The second at which the clock stops.
         num_workers: N, where `seconds` is a function.
-        meet: `oxs.runtime.quorum(k)`, or `oxs.runtime.SyncReplicas(r)`, or `None` for
-            `oxs.runtime.one()`.
+        meet: `oxs.runtime.quorum(k)`, or `None` for `oxs.runtime.one()`.
         communication_period: H, a worker's steps from one contribution of a part to the
-            next. `None`: 10. With `SyncReplicas` it is 1.
+            next.
         delay: Steps from a contribution to its answer, at most H / P.
         part_bytes: [P], the bytes of each part in a message.
         link: `(worker, bytes, second) -> seconds` that a message takes, one of 0 bytes
@@ -180,8 +159,7 @@ def clock(
 
     Raises:
         TypeError: An argument of a wrong type.
-        ValueError: A number out of range; parts that do not divide the period; a
-            period, parts or a delay with `SyncReplicas`.
+        ValueError: A number out of range; parts that do not divide the period.
 
     Example:
         Of three workers one is slow, and a meeting waits for two of them:
@@ -198,21 +176,11 @@ def clock(
         Decoupled DiLoCo, arXiv 2604.21428.
     """
     num_workers = check_number(seconds, num_workers)
-    agreement = meet if isinstance(meet, SyncReplicas) else None
-    meeting = one() if agreement else check_meet(meet)
     interval("(0, inf)", "It is in seconds.", until=until)
-    usual = 1 if agreement else 10
-    period = usual if communication_period is None else communication_period
-    period = integer("communication_period", period, "Pass 10, say.")
+    period = integer("communication_period", communication_period, "Pass 10, say.")
     delay, parts = check_delay(delay), [float(x) for x in part_bytes]
-    if agreement and (period, delay, len(parts)) != (1, 0, 1):
-        raise ValueError(
-            "communication_period=, delay= and several parts are for workers that meet "
-            "a center. With SyncReplicas every gradient is pushed whole, and its worker"
-            " waits for a token. Leave them out, or pass the bytes of one part."
-        )
-    settings: Any = dict(
-        meet=meeting,
+    run = _Run(
+        meet=check_meet(meet),
         between=steps_between(period, len(parts), delay),
         delay=delay,
         parts=parts,
@@ -221,7 +189,6 @@ def clock(
         link=(lambda worker, size, second: 0.0) if link is None else link,
         workers=[_Worker(len(parts)) for _ in range(num_workers)],
     )
-    run = _Queue(**settings, agreement=agreement) if agreement else _Run(**settings)
     check_function("link", run.link, "It takes (worker, bytes, second).")
     for worker, dies, back in failures:
         integer("The worker of a failure", worker, f"There are {num_workers}.", 0)
@@ -230,12 +197,11 @@ def clock(
                 f"A failure is (worker, dies at, is back at), with one of {num_workers}"
                 f" workers; got {(worker, dies, back)}."
             )
-        run.later(dies, run.die, worker, back)
+        run.later(dies, Order.DEATH, run.die, worker, back)
     for worker in range(num_workers):
-        run.later(0.0, run.go_on, worker, 0)
+        run.later(0.0, Order.START, run.go_on, worker, 0)
     run.until(until)
-    events, meet = tuple(run.events), agreement or meeting
-    return Timeline(events, num_workers, float(until), **run.totals, meet=meet)
+    return Timeline(tuple(run.events), num_workers, float(until), **run.totals)
 
 
 def check_number(seconds: PerStep, num_workers: int | None) -> int:
@@ -322,8 +288,16 @@ class _Meeting:
     closes: float = math.inf
 
 
-# The order of what happens at the same second.
-_ORDER: list[Any] = "die back end_step arrive close hear go_on".split()
+class Order(enum.IntEnum):
+    """The order of what happens at the same second."""
+
+    DEATH = 0
+    RETURN = 1
+    STEP = 2  # ends
+    ARRIVAL = 3
+    CLOSING = 4
+    ANSWER = 5
+    START = 6  # of a step
 
 
 @dataclasses.dataclass
@@ -351,10 +325,12 @@ class _Run:
         names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
         self.totals = {name: np.zeros(len(self.workers)) for name in names}
 
-    def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
-        """Let something happen at a second."""
+    def later(
+        self, second: float, turn: Order, what: Callable, who: int, *arguments: Any
+    ) -> None:
+        """Let something happen at a second, in its turn among what happens then."""
         self.set_off += 1  # No two are alike, so nothing else is compared.
-        order = _ORDER.index(what.__name__), who, self.set_off
+        order = turn, who, self.set_off
         heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
 
     def until(self, second: float) -> None:
@@ -378,7 +354,8 @@ class _Run:
         w = self.workers[worker]
         if w.life == life:
             w.step_seconds = self.seconds(worker, w.made.steps)
-            self.later(self.now + w.step_seconds, self.end_step, worker, life)
+            ends = self.now + w.step_seconds
+            self.later(ends, Order.STEP, self.end_step, worker, life)
 
     def end_step(self, worker: int, life: int) -> None:
         """A worker has made a step: it takes what is there, and contributes."""
@@ -428,7 +405,7 @@ class _Run:
         self.totals["bytes_up"][worker] += size
         self.noted(Kind.PUSH, w.sent)
         at = self.now + self.link(worker, size, self.now)
-        self.later(at, self.arrive, worker, w.sent)
+        self.later(at, Order.ARRIVAL, self.arrive, worker, w.sent)
 
     def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
@@ -464,7 +441,7 @@ class _Run:
             grace = self.meet.grace_seconds(step, self.delay, spent, sync)
         if self.now + grace < meeting.closes:
             meeting.closes = self.now + grace
-            self.later(meeting.closes, self.close, part, meeting.closes)
+            self.later(meeting.closes, Order.CLOSING, self.close, part, meeting.closes)
 
     def close(self, part: int, closes: float) -> None:
         """The center absorbs what has come, and answers."""
@@ -479,12 +456,12 @@ class _Run:
             self.reply(push, self.versions[part])
 
     def reply(self, push: _Push, version: int) -> None:
-        """Send a worker the center's part as it is now, or a token."""
+        """Send a worker the center's part as it is now."""
         worker, size = push.worker, self.parts[push.part]
         if self.workers[worker].life == push.life:
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)
-            self.later(at, self.hear, worker, push.life, version)
+            self.later(at, Order.ANSWER, self.hear, worker, push.life, version)
 
     def hear(self, worker: int, life: int, version: int) -> None:
         """An answer comes to a worker, which takes it now if it waits."""
@@ -511,7 +488,7 @@ class _Run:
         w.life += 1
         w.waits, w.left = False, math.isinf(back)
         self.note(Kind.DIE, worker)
-        self.later(back, self.back, worker, w.life)
+        self.later(back, Order.RETURN, self.back, worker, w.life)
         for part in list(self.meetings) if w.left else []:
             self.fill(part)
 
@@ -523,65 +500,4 @@ class _Run:
             self.note(Kind.BACK, worker)
             self.totals["bytes_down"][worker] += size
             at = self.now + self.link(worker, size, self.now)
-            self.later(at, self.go_on, worker, life)
-
-
-@dataclasses.dataclass
-class _Queue(_Run):
-    """The same with the server of `SyncReplicas`: who has a token, and who waits."""
-
-    agreement: SyncReplicas
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        number = len(self.workers)
-        self.tokens_left = Tokens(0, tokens_with(self.agreement, number))
-        self.local_steps = [0] * number  # the token that each took last
-        self.fresh: list[_Push] = []
-        self.waiting: dict[int, _Push] = {}
-        self.returned: dict[int, int] = {}  # of those that wait: the new life
-
-    def arrive(self, worker: int, push: _Push) -> None:
-        """A gradient comes to the server; its worker asks for a token."""
-        if self.workers[worker].life != push.life:
-            return
-        staleness = self.versions[0] - push.version
-        self.noted(Kind.LATE if staleness else Kind.JOIN, push, staleness)
-        if not staleness:
-            self.fresh.append(push)
-        if len(self.fresh) == self.agreement.replicas_to_aggregate:
-            self.update()
-        self.waiting[worker] = push
-        self.hand_out()
-
-    def update(self) -> None:
-        """The server makes an update, and tokens for the next one."""
-        number, required = len(self.workers), self.agreement.replicas_to_aggregate
-        self.versions[0] += 1
-        made = tokens_of_update(number, required)
-        self.tokens_left = Tokens(self.tokens_left.new, made)
-        self.note(
-            Kind.CLOSE, part=0, come=tuple(sorted(push.worker for push in self.fresh))
-        )
-        for push in self.fresh:
-            self.totals["kept_seconds"][push.worker] += push.seconds
-        self.fresh.clear()
-
-    def hand_out(self) -> None:
-        """All that wait take tokens, if there are any."""
-        waits = np.isin(np.arange(len(self.workers)), list(self.waiting))
-        # An update makes tokens for all workers: all that wait are served, or none.
-        served, late, self.tokens_left = hand_out(self.tokens_left, waits, place=1)
-        for worker in np.flatnonzero(served).tolist():
-            self.local_steps[worker] = self.versions[0] - int(late[worker])
-            self.reply(self.waiting.pop(worker), self.local_steps[worker])
-            if worker in self.returned:
-                self.back(worker, self.returned.pop(worker))
-
-    def back(self, worker: int, life: int) -> None:
-        """A worker starts again, with the token that it has, or once it has one."""
-        if worker in self.waiting:
-            self.returned[worker] = life
-            return
-        super().back(worker, life)
-        self.workers[worker].versions[0] = self.local_steps[worker]
+            self.later(at, Order.START, self.go_on, worker, life)

@@ -115,7 +115,6 @@ def decoupled(
     exchange: Exchange | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
-    keep_local: float | jax.Array | None = None,
     link: Link | None = None,
     failures: Sequence[Failure] = (),
     tokens: PerStep | None = None,
@@ -154,7 +153,6 @@ def decoupled(
         exchange: How a worker compresses its pushes; see `asynchronous`.
         fragments: As in `center_variable`: P parts, which meet one by one.
         delay: Steps from a contribution to its answer.
-        keep_local: As in `center_variable`.
         link: Seconds of messages, whose bytes are those of the parts.
         failures: Each `(worker, dies at, is back at)`.
         tokens: Behind each step.
@@ -198,7 +196,6 @@ def decoupled(
         call, inner, rule, params, grad_fn, weigh=weigh,
         num_workers=check_number(seconds, num_workers), exchange=exchange,
         communication_period=communication_period, fragments=fragments,
-        keep_local=keep_local,
     )  # fmt: skip
     timeline = clock(
         seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
@@ -250,7 +247,7 @@ class _Run(NamedTuple):
             codes,
             sent=center if self.goes_on else (),
             brought=center,
-            before=() if work.takes_center(engine.rule) else center,
+            before=() if engine.rule.take is None else center,
             after=center,
             weights=jnp.zeros(engine.parts.number, jnp.float32),
         )

@@ -34,7 +34,6 @@ def engine_of(
     communication_period: Period,
     exchange: Exchange | None,
     fragments: Fragments | None,
-    keep_local: float | jax.Array | None,
     weigh: Weigh | None,
 ) -> tuple["Engine", Tree]:
     """(the engine of checked arguments, the parameters as arrays of JAX)."""
@@ -48,7 +47,6 @@ def engine_of(
     params = jax.tree.map(jnp.asarray, params)
     parts = Partition(check_fragments(fragments), work.start_center(params))
     at = Round(num_workers, contract.static_period(period), 1)
-    rule = work.keeping(rule, keep_local)
     return Engine(inner, rule, exchange, parts, at, grad_fn), params
 
 
@@ -66,7 +64,7 @@ class Engine(NamedTuple):
         """(a worker that starts from the center, what its code remembers)."""
         rule = self.rule
         # Others move the center meanwhile, so each worker keeps the center it took.
-        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
+        keeps_taken = rule.take is None or contract.keeps_before(rule)
         worker = Worker(
             params,
             self.inner.init(params),

@@ -87,10 +87,8 @@ def sync_replicas(
         params: The parameters to start from.
         grad_fn: `(worker, params, event) -> grads`, traced; `worker` and `event` are
             int32 scalars.
-        workers: int[T], the worker that steps at each event; by their speeds it is
-            `oxs.simulate.clock(..., meet=oxs.runtime.SyncReplicas(r)).workers`. If it
-            is traced, a number that names no worker cannot be refused, and its event
-            changes nothing.
+        workers: int[T], the worker that steps at each event. If it is traced, a number
+            that names no worker cannot be refused, and its event changes nothing.
         replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
         total_num_replicas: N, the number of workers. `None`: R.
         num_tokens: The tokens in the queue at the start, at least R - N; -1: R. They

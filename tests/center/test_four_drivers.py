@@ -106,8 +106,7 @@ def asynchronous(rule, scale=SCALE, workers=1, **options):
 def runtime(rule, workers=1, weigh=None, **options):
     options["num_workers"] = workers
     rule = rule._replace(weigh=weigh)
-    served = {k: x for k, x in options.items() if k not in ("delay", "keep_local")}
-    server = Server(start(), rule, inner=INNER, **served)
+    server = Server(start(), rule, inner=INNER, **options)
     party = [
         Worker(server, start(), INNER, rule, index=i, **options) for i in range(workers)
     ]
@@ -152,13 +151,12 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "parts_elastic": (ELASTIC, "asynchronous runtime", {"fragments": 2}),
     "later_elastic": (ELASTIC, "asynchronous runtime", {"delay": 2}),
     "in_line": (DILOCO, "asynchronous runtime", {"fragments": 4, "delay": 1}),
-    "kept_coded_parts": (
+    "coded_parts": (
         DILOCO,
         "asynchronous runtime",
         {
             "fragments": lambda path, leaf: int("w" in str(path[0])),
             "delay": 1,
-            "keep_local": 0.25,
             "exchange": CODE,
         },
     ),
@@ -170,7 +168,6 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
             # Whole leaves, and so whole blocks.
             "fragments": lambda path, leaf: int("w" in str(path[0])),
             "delay": 1,
-            "keep_local": 0.25,
             "exchange": CODE,
             **DROPS,
         },

@@ -99,7 +99,7 @@ def servers_of(number, workers=1, **settings):
     actors = [
         ServerActor(PARAMS, COUNT, {**settings, "number": k}) for k in range(number)
     ]
-    return RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, "runs/1")
+    return RayConnection([Handle(a) for a in actors], PARAMS, 1, "runs/1")
 
 
 def supervisor_of(ray, connection, workers=1, **limits):
@@ -292,7 +292,7 @@ def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
 def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
     """The earlier one finds a newer incarnation at the second server, and gives way."""
     connection = servers_of(2)
-    late, others = RayConnection(connection.servers, PARAMS, 1, 0, "runs/1"), []
+    late, others = RayConnection(connection.servers, PARAMS, 1, "runs/1"), []
     converse = late._converse
 
     def overtaken(number, client):
@@ -327,7 +327,7 @@ def test_parts_that_wait_at_a_server_that_comes_back_are_sent_again(
     handle = Handle(start(PARAMS))
     workers = [
         oxs.runtime.Worker(
-            RayConnection([handle], PARAMS, 2, 0, "runs/1"),
+            RayConnection([handle], PARAMS, 2, "runs/1"),
             PARAMS,
             optax.sgd(1.0),
             COUNT,

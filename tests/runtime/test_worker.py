@@ -150,38 +150,26 @@ def test_replacement_goes_on_from_the_last_round():
     np.testing.assert_array_equal(new.params["w"], center["w"] + 1)
 
 
-def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_path):
-    """Of the last round that they went with; also after the server has died."""
-    key = optax.GradientTransformation(
-        lambda params: jax.random.key(0), lambda grads, key, params=None: (grads, key)
-    )
-    inner = optax.chain(key, optax.sgd(1.0, momentum=0.5))
+def test_successor_goes_on_with_the_place_in_the_data(tmp_path):
+    """Of the last round; also after the server has died."""
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
 
     def server():
         return Server(PARAMS, COUNT, checkpoint_dir=tmp_path, **settings)
 
-    def start(keep_state, inner=inner):
-        keep = {"index": 0, "keep_state": keep_state, **settings}
-        return Worker(alive, PARAMS, inner, COUNT, **keep)
+    def start(server):
+        return Worker(server, PARAMS, optax.sgd(1.0), COUNT, index=0, **settings)
 
     alive = server()
-    worker = start(2)
+    worker = start(alive)
     assert worker.place is None
-    for step in range(3):  # The state goes with the first and the third.
+    for step in range(3):
         worker.place = {"epoch": 1, "batch": step}
         worker.step(DOWN)
     alive.checkpoint()
-    for alive in (alive, server()):  # noqa: B020 # what `start` sees
-        for keep_state, added in ((2, 1.875), (0, 1.0)):
-            before = alive.center()["w"]
-            again = start(keep_state)
-            assert again.place == {"epoch": 1, "batch": 2} and again.local_step == 3
-            again._own.step(DOWN, ())
-            np.testing.assert_array_equal(again.params["w"] - before, added)
-    with pytest.raises(ValueError, match="the state of another optimizer"):
-        start(1, optax.adam(1.0))
-    worker = start(0)
+    for one in (alive, server()):
+        worker = start(one)
+        assert worker.place == {"epoch": 1, "batch": 2} and worker.local_step == 3
     worker.place = {1, 2}
     with pytest.raises(TypeError, match="not JSON serializable"):
         worker.step(DOWN)
@@ -220,17 +208,17 @@ def test_worker_may_be_a_mesh_of_its_own():
     inner = optax.chain(optax.sgd(1.0, momentum=0.5), counts)
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 2}
     server = Server(PARAMS, COUNT, **settings)
-    worker = Worker(server, PARAMS, inner, COUNT, index=0, keep_state=1, **settings)
+    worker = Worker(server, PARAMS, inner, COUNT, index=0, **settings)
     worker.shard(sharding)
     for step in range(4):
         if step == 2:
-            worker.pull()  # It goes on with the momentum and the count.
+            worker.pull()  # It goes on with a fresh momentum and count.
         grads = jax.jit(lambda p: jax.tree.map(lambda x: -jnp.ones_like(x), p))(
             worker.params
         )
         worker.step(grads)
         assert worker.params["w"].sharding.is_equivalent_to(sharding, 2)
-    np.testing.assert_array_equal(server.center()["w"], 1 + 1.5 + 1.75 + 1.875)
+    np.testing.assert_array_equal(server.center()["w"], 2 * (1 + 1.5))
 
 
 def test_synchronous_replicas_in_threads():
@@ -343,7 +331,7 @@ def test_delayed_push_travels_while_the_worker_steps():
         worker.step(DOWN)
         seen.append((float(server.center()["b"][0]), float(worker.params["b"][0])))
     # The third and fifth step land on what the push had: the step is gone, as lockstep
-    # has it (`keep_local` keeps a share).
+    # has it.
     assert seen == [(1, 2), (3, 3), (3, 3), (4, 4), (4, 4)]
     worker.flush()
     assert worker.unpushed == 0

@@ -37,7 +37,7 @@ def way_of(agreement: Any, settings: Settings) -> Way:
                 "may drop a gradient as stale, and what its code owes would come in a "
                 "later one. Leave exchange out."
             )
-        for name in ("fragments", "delay", "keep_local", "pull_exchange", "meet"):
+        for name in ("fragments", "delay", "pull_exchange", "meet"):
             if getattr(settings, name):
                 raise ValueError(
                     f"{name}= is for workers that meet a center. With SyncReplicas "

@@ -22,15 +22,8 @@ class Settings(NamedTuple):
     exchange: Exchange | None = None
     fragments: Fragments | None = None
     delay: int | None = None
-    keep_local: float | None = None
     pull_exchange: Exchange | None = None
     meet: Quorum | None = None  # `None`: `one()`
-
-    def served(self) -> dict[str, Any]:
-        """The settings that a server needs."""
-        known = self._asdict()
-        del known["keep_local"]
-        return known
 
 
 class AtOnce:

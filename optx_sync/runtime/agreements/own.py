@@ -16,7 +16,6 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
 from optx_sync.runtime.agreements.memory import Received, Sharing
-from optx_sync.runtime.agreements.saved import like, numbered
 from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.runtime.parts import Layout
 from optx_sync.trees import Tree
@@ -82,25 +81,25 @@ class OfCenter:
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
         terms: Terms,
-        rule: CenterRule,
         between: Period,
         delay: int,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = rule  # that of the server, and `keep_local`
+        self.rule: CenterRule = terms.rule
         self.at: Round = terms.at
         self.exchange: Exchange | None = terms.exchange
         self.pulls: Exchange | None = terms.pulls
         self.between: Period = between  # steps between the pushes of two parts
-        self.traffic: Traffic = traffic(terms.rule)
+        self.traffic: Traffic = traffic(self.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
         self.hides: bool = delay == 0
         # The center that a worker takes, and whether it has to keep it.
-        self.took: str = "after" if work.takes_center(rule) else "before"
-        reads = "taken" in rule.reads or rule.penalty is not None
-        self.keeps: bool = rule.take is None or reads or self.pulls is not None
+        takes = self.rule.take is None
+        self.took: str = "after" if takes else "before"
+        kept = takes or keeps_before(self.rule)
+        self.keeps: bool = kept or self.pulls is not None
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
 
@@ -136,18 +135,6 @@ class OfCenter:
         self.params, self.taken = place(self.params), place(self.taken)
         self.hides = False  # Laying them out again may share their memory.
         self._start_own()
-
-    def state(self) -> Arrays:
-        """The leaves of the inner state, for a successor."""
-        return numbered(self.inner_state)
-
-    def go_on(self, state: Arrays) -> None:
-        """Continue with a predecessor's inner state."""
-        self.inner_state = jax.tree.map(
-            lambda x, fresh: jax.device_put(x, fresh.sharding),
-            like(self.inner_state, state),
-            self.inner_state,
-        )
 
     def is_due(self, step: int) -> bool:
         """Whether a part is due with the next step, which has this number (0-based)."""

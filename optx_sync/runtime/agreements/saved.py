@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.placement.leaves import is_key
-from optx_sync.runtime.agreements.arrays import whole
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, some
 
@@ -21,7 +20,7 @@ Notes: TypeAlias = dict[str, Any]  # what JSON can hold
 def numbered(tree: Tree) -> dict[str, np.ndarray]:
     """The leaves of any state, numbered, as a checkpoint can hold them."""
     leaves = jax.tree.leaves(jax.tree.map(_words, tree))
-    return {str(i): whole(leaf) for i, leaf in enumerate(leaves)}
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
 
 
 def _words(x: Any) -> Any:

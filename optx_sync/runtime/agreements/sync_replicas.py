@@ -243,13 +243,6 @@ class OfUpdates:
         """Lay them out over devices."""
         self.params = place(self.params)
 
-    def state(self) -> Arrays:
-        """Empty: the server has the optimizer's state."""
-        return {}
-
-    def go_on(self, state: Arrays) -> None:
-        """No state to continue with."""
-
     def is_due(self, step: int) -> bool:
         """Every step is due."""
         return True

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import check_code, check_pull_code
 from optx_sync.center.contract import CenterRule, Period, Round, check_suits
@@ -38,10 +37,9 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
             "pull_exchange out; or declare in reads= which of the two `take` reads."
         )
     delay = check_delay(settings.delay)
-    keeping = work.keeping(rule, settings.keep_local)
     if meet.shared and rule.mean_over is not None:
         # A meeting's mean is of those that have come, so none divides by all.
-        keeping = keeping._replace(mean_over="pushed")
+        rule = rule._replace(mean_over="pushed")
     terms = Terms(rule, at, exchange, pulls)
 
     def serve(part, inner, copy_replies):
@@ -51,7 +49,7 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
 
     def work_of(shapes, inner, layout):
         between = steps_between(period, len(layout.turns), delay)
-        return OfCenter(shapes, inner, layout, terms, keeping, between, delay)
+        return OfCenter(shapes, inner, layout, terms, between, delay)
 
     return Way(
         serve=serve,
