@@ -11,7 +11,7 @@ from optx_sync.center.contract import CenterMemory, CenterRule, InnerState, Peri
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import takes_center
 from optx_sync.checks import check_grads, check_one_worker, integer
-from optx_sync.comm.collectives import ALONE, AxisName, is_apart
+from optx_sync.comm.collectives import ALONE, AxisName
 from optx_sync.comm.varying import axes_of, require_local, require_varying
 from optx_sync.exchange.contract import Exchange
 from optx_sync.options import Refused
@@ -193,12 +193,6 @@ IN_A_STEP: Refused[Asked] = (
         "The center makes a step of `inner` {0.options.delay} step(s) after the sum, "
         "when the extra arguments {0.extra_args} are others. Pass an optimizer of its "
         "own for the center, outer=, or delay=0.",
-    ),
-    (
-        lambda o: o.options.delay and is_apart(o.options.axis_name),
-        "With delay={0.options.delay} a sum lands in a quiet step, the same one for all"
-        " workers; in a step of `workers.here` a process makes its own, as many as it "
-        "likes. Pass delay=0.",
     ),
     (
         lambda o: o.missing,
