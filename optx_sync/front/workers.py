@@ -514,7 +514,6 @@ class Workers:
         step: int | None = None,
         like: Tree = None,
         *,
-        compare: bool = False,
         timeout: float = TIMEOUT,
     ) -> Tree:
         """Read a state from a checkpoint of any number of workers, resized to these.
@@ -530,8 +529,6 @@ class Workers:
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
                 the one given to `expect`.
-            compare: Whether to refuse a checkpoint in which `fingerprint` finds
-                workers that differ from most where they should be equal.
             timeout: Of several processes, how many seconds one waits until all have
                 come, and until all have read their part.
 
@@ -542,7 +539,7 @@ class Workers:
             TypeError: A folder in place of the manager.
             TimeoutError: Processes did not come; it names them.
             ValueError: No checkpoint; nothing was started; the checkpoint of
-                another state; with `compare`, one in which workers differ.
+                another state.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -581,20 +578,7 @@ class Workers:
         shapes = treedef.unflatten(template.values())
         leaves = jax.tree.leaves(source.read(folder, shapes))
         restored = dict(zip(saved, leaves, strict=True))
-        found = [restored[name] for name in names]
-        state = form.merge(found)
-        if compare:
-            layout = self._layout
-            if n != self.sizes[0]:  # read whole on every device
-                sizes = (n, *self.sizes[1:])
-                layout = layout._replace(sizes=sizes, mesh=None, specs=None)
-            wrong = differing(layout, form, found, held.prefix(state))
-            if wrong:
-                raise ValueError(
-                    f"In the checkpoint of step {step} workers differ from most where "
-                    f"they are to be equal, first in: {wrong}. Restore an earlier one, "
-                    "or pass compare=False."
-                )
+        state = form.merge(restored[name] for name in names)
         state = self.resize(state)
         for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
             if x.shape != like.shape:
