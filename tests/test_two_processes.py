@@ -40,16 +40,6 @@ def test_workers_over_two_processes(histories):
     assert len(np.unique(histories["Workers", "own keys"][0], axis=0)) == 4
 
 
-@pytest.mark.parametrize("name", two_processes.UNEQUAL_CASES)
-def test_unequal_numbers_of_quiet_steps(histories, name):
-    """As in one process, where those without a step stand still meanwhile."""
-    found = histories["unequal", name]
-    contexts.assert_close(found, two_processes.unequal(name, None))
-    *_, counts, counters = found
-    np.testing.assert_array_equal(counters, [3 + 1 + 2 + 1, 0])
-    np.testing.assert_array_equal(counts, [1 + 1 + 0 + 1] * 2 + [3 + 1 + 2 + 1] * 2)
-
-
 def test_a_worker_of_the_runtime_over_two_processes(histories):
     """Answers, refusals and a notice that process 1 got are those of both: as one."""
     params, heard = histories["Worker", "runtime"]

@@ -8,7 +8,6 @@ where it is not to be the one that `styles_of` finds.
 """
 
 import contextlib
-import functools
 import importlib
 import pickle
 import sys
@@ -116,83 +115,6 @@ def front_door(mesh):
     return {name: np.asarray(x) for name, x in found.items()}
 
 
-# Quiet steps of the workers of process 0, and of those of process 1, in each round.
-UNEQUAL = ((1, 3), (0, 2))
-UNEQUAL_CASES = "elastic", "diloco by hand"
-THERE = np.repeat(np.arange(3) < np.asarray(UNEQUAL)[..., None], 2, 1)  # [round, 4, 3]
-
-
-def unequal(name, mesh):
-    """Rounds after unequal numbers of quiet steps; `None`: all steps are made by all.
-
-    By hand under check_vma=True, or by `Workers`, simulated by standing still. The rate
-    of elastic averaging follows from the number of all workers, in each quiet step.
-    """
-    decaying = optax.sgd(lambda count: 0.3 / (1 + count.astype(jnp.float32)), 0.9)
-    inner = optax.conditionally_mask(
-        decaying, lambda _, there, **others: there, forward_extra_args=True
-    )
-    rules = {
-        "diloco": oxs.diloco(inner, contexts.AXIS),
-        "elastic": oxs.elastic_average(
-            inner, contexts.AXIS, communication_period=2, learning_rate=0.3
-        ),
-    }
-    workers, tx = oxs.Workers(4, contexts.AXIS, mesh=mesh), rules[name.split()[0]]
-
-    def step(params, state, steps, x, there, meet):
-        grads = {"w": params["w"] * (1 + x) - x}
-        steps = steps + there.astype(jnp.int32)
-        params, state = oxs.apply_gradients(
-            tx, grads, state, params, there=there, weight=steps, meet=meet
-        )
-        return params, state, jnp.where(meet, jnp.zeros_like(steps), steps)
-
-    params = {"w": np.linspace(-1, 1, 3, dtype=np.float32)}
-
-    def compiled(meet, on):
-        one = functools.partial(step, meet=meet)
-        if "by hand" not in name or mesh is None:
-            return on.step(one, state=3, split=False)
-        spec, axes = P(contexts.AXIS), by_hand.state_axes(tx, params)
-        specs = spec, by_hand.state_specs(tx, params, P(), contexts.AXIS), spec
-        over = Mesh(on.mesh.devices, contexts.AXIS)
-
-        def local(params, state, *others):
-            own = by_hand.first((params, *others))
-            params, state, steps = one(own[0], by_hand.first(state, axes), *own[1:])
-            steps, params = by_hand.replicate((steps, params), 1)
-            return params, by_hand.replicate(state, 1, axes), steps
-
-        return jax.jit(
-            jax.shard_map(
-                local, mesh=over, in_specs=(*specs, spec, spec), out_specs=specs
-            )
-        )
-
-    quiet = compiled(False, workers if mesh is None else workers.here)
-    together, found = compiled(True, workers), []
-    now = workers.start((params, tx.init(params), jnp.int32(0)))
-    x = np.sin(np.arange(2 * 4 * 4 * 3, dtype=np.float32)).reshape(2, 4, 4, 3)
-    mine = slice(None)
-    if mesh is not None:
-        mine = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
-    for batches, there in zip(x, THERE, strict=True):
-        now = now if mesh is None else workers.apart(now)
-        for batch, flags in zip(batches[:3], there.T, strict=True):
-            if flags[mine].any():
-                now = quiet(*now, batch[mine], flags[mine])
-        now = now if mesh is None else workers.together(now)
-        now = together(*now, batches[3], np.ones(4, bool))
-        found.append(jnp.copy(now[0]["w"]))
-    params, state, steps = now
-    counts = jax.tree.leaves(state.inner.inner_state)[-1]  # of the schedule
-    found = *found, workers.center(now)["w"], steps, counts
-    # Counters lie on every device.
-    counters = np.asarray([state.local_step, state.steps_since_round])
-    return *multihost_utils.process_allgather(found, tiled=True), counters
-
-
 def of_the_runtime(grouped):
     """A worker that is all processes: what each of them has, in rows."""
     rule, params = oxs.rules.diloco(), {"w": np.linspace(0, 1, 24, dtype=np.float32)}
@@ -265,8 +187,6 @@ def _child(port, result, number):
     }
     for name, x in front_door(contexts.mesh()).items():
         found["Workers", name] = [x]
-    for name in UNEQUAL_CASES:
-        found["unequal", name] = unequal(name, contexts.mesh())
     found["Worker", "runtime"] = of_the_runtime(True)
     if number == 0:
         Path(result).write_bytes(pickle.dumps(found))

@@ -22,7 +22,6 @@ from optx_sync.trees import Tree, one_or_several
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
-Sizes: TypeAlias = tuple[tuple[str, int], ...]  # of axes
 Result = TypeVar("Result")
 # What messages recommend where Explicit axes do not work.
 _AUTO_MESH = (
@@ -52,29 +51,6 @@ class _Alone(tuple):
 
 # Stands for `axis_name=None`: no axes. Reductions return their input; nothing is sent.
 ALONE = _Alone()
-
-
-# In a step of one process alone: its workers' axes, and how many all processes have.
-_apart = jax.make_user_context(default_value=())
-
-
-def apart(sizes: Sizes) -> Any:
-    """A context for a step of one process alone; of all workers `sizes`, by axes."""
-    return _apart(sizes)
-
-
-def here(axis: str) -> str:
-    """The name of an axis of workers on the mesh of one process alone.
-
-    It is another one, so that a collective over all workers finds no axis.
-    """
-    return f"{axis} here"
-
-
-def is_apart(axis_name: AxisName) -> bool:
-    """Whether other workers along the axis have no part in this step."""
-    axes = check_axis_name(axis_name)
-    return any(here(axis) in axes for axis, _ in _apart.value)
 
 
 class Groups:
@@ -111,16 +87,12 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
         )
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
-    own = dict(_apart.value)
-    return tuple(here(axis) if axis in own else axis for axis in axes)
+    return tuple(axes)
 
 
 def axis_size(axis_name: AxisName) -> int:
     """The number of replicas along the mapped axis, or along all axes of a tuple."""
-    whole = {here(axis): size for axis, size in _apart.value}
-    return math.prod(
-        whole.get(a) or _bound(lax.axis_size, a) for a in check_axis_name(axis_name)
-    )
+    return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))
 
 
 def is_mapped(axis_name: AxisName) -> bool:
@@ -185,7 +157,6 @@ def without_types(x: jax.Array) -> jax.Array:
 
 def reducible(axis_name: AxisName) -> tuple[str, ...]:
     """The axes; a ValueError where JAX has no collective over them."""
-    _refuse_apart(axis_name)
     axes = check_axis_name(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     mapped = set(axes) - set(checked_axes(axes))
@@ -195,17 +166,6 @@ def reducible(axis_name: AxisName) -> tuple[str, ...]:
             "jax.shard_map(check_vma=True). Pass check_vma=False to jax.shard_map."
         )
     return axes
-
-
-def _refuse_apart(axis_name: AxisName) -> None:
-    """Refuse to meet workers of other processes, which do not make this step."""
-    if is_apart(axis_name):
-        axes = one_or_several(tuple(axis for axis, _ in _apart.value))
-        raise ValueError(
-            "In a step of `workers.here` a process makes its own workers' steps alone, "
-            f"but here all along {axes!r} are to meet. Pass meet=False to the center "
-            "rule, and meet in a step of `workers.step`."
-        )
 
 
 def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:

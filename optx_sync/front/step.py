@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from optx_sync import forms
 from optx_sync.checks import check_function
-from optx_sync.comm.collectives import UnequalError, apart
+from optx_sync.comm.collectives import UnequalError
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
@@ -289,9 +289,7 @@ class Step:
         rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
-        part = self.layout().part
-        with apart(part.sizes if part else ()):
-            returned = self.fun(*given, *args, **kwargs)
+        returned = self.fun(*given, *args, **kwargs)
         new, results = self._sort(call.state, given, returned)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
             if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):

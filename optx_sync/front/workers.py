@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Workers`: run a program that is written for one device on many workers."""
 
-import copy
 import functools
 import math
 import warnings
@@ -24,7 +23,7 @@ from optx_sync import forms
 from optx_sync.checks import integer, one_of
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.front import apart, checkpoints
+from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
@@ -331,94 +330,6 @@ class Workers:
                 )
         return Step(lambda: self._layout, fun, state, split, average, donate)
 
-    @functools.cached_property
-    def here(self) -> "Workers":
-        """This process's own workers, for steps that other processes do not make.
-
-        Processes of unequal speed, each of which makes as many quiet steps as it likes,
-        until all meet. A step of `here` is compiled for this process's devices and
-        takes its own part of a batch and of a state, to which `apart` and `together`
-        are the two ways. Its center rule gets `meet=False` and asks no schedule;
-        whatever would meet other workers raises, as does `delay`, in which sums land
-        in quiet steps. Results are the means over this process's workers.
-
-        Raises:
-            ValueError: A worker, with the replicas inside of it, lies on several
-                processes.
-
-        Example:
-            >>> import functools, jax, jax.numpy as jnp, optax
-            >>> import optx_sync as oxs
-            >>> workers = oxs.Workers(4, "workers")  # of several processes: mesh=True
-            >>> tx = oxs.local_sgd(optax.sgd(0.5), "workers")
-            >>> def step(params, state, steps, batch, meet):
-            ...     grads = jax.grad(lambda w: jnp.mean((w - batch) ** 2))(params)
-            ...     params, state = oxs.apply_gradients(
-            ...         tx, grads, state, params, weight=steps + 1, meet=meet
-            ...     )
-            ...     return params, state, jnp.where(meet, 0, steps + 1)
-            >>> quiet = workers.here.step(functools.partial(step, meet=False), state=3)
-            >>> round = workers.step(functools.partial(step, meet=True), state=3)
-            >>> params, batch = jnp.zeros(()), jnp.arange(8.0)  # of this process
-            >>> state = workers.start((params, tx.init(params), 0))
-            >>> mine = workers.apart(state)
-            >>> for _ in range(2):  # or until its time is up
-            ...     mine = quiet(*mine, batch)
-            >>> state = workers.together(mine)
-            >>> params, *_ = round(*state, batch)  # on a mesh, a batch of all
-            >>> params
-            Array([3.5, 3.5, 3.5, 3.5], dtype=float32)
-        """
-        self._layout.check_devices("workers.here")
-        layout = apart.part_of(self._layout)
-        found = copy.copy(self)
-        found.sizes, found.axes, found._started = layout.sizes, layout.axes, None
-        found._mesh = found.mesh = layout.mesh
-        found._layout = layout
-        return found
-
-    def apart(self, state: Tree) -> Tree:
-        """This process's own part of a state, for steps of `here`: no array is copied.
-
-        The state itself is used up by the first such step, as by any other.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> import optx_sync as oxs
-            >>> workers = oxs.Workers(4, "workers")
-            >>> workers.apart(workers.start(jnp.ones(2))).shape
-            (4, 2)
-        """
-        form, arrays, levels = self._all(state, "workers.apart")
-        return form.merge(apart.moved(arrays, levels, self.here._layout))
-
-    def together(self, state: Tree) -> Tree:
-        """The state of all workers, from the parts of all processes, which all call it.
-
-        No array is copied. Shared counters become the largest of any process, as if the
-        others had stood still meanwhile; a worker's own steps are those that its inner
-        optimizer counts.
-
-        Args:
-            state: What `apart` or a step of `here` has returned.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> import optx_sync as oxs
-            >>> workers = oxs.Workers(4, "workers")
-            >>> mine = workers.apart(workers.start(jnp.ones(2)))
-            >>> workers.together(mine).shape
-            (4, 2)
-        """
-        form, arrays, levels = self.here._all(state, "workers.together")
-        arrays = apart.moved(arrays, levels, self._layout)
-        found = enumerate(held.leaves(form, arrays))
-        places = [place for place, leaf in found if leaf.is_counter]
-        counters = apart.largest([arrays[place] for place in places], self.mesh)
-        for place, x in zip(places, counters, strict=True):
-            arrays[place] = x
-        return form.merge(arrays)
-
     def first(self, state: Tree) -> Tree:
         """The first worker's state, without the workers' axes.
 
@@ -603,7 +514,6 @@ class Workers:
         step: int | None = None,
         like: Tree = None,
         *,
-        compare: bool = False,
         timeout: float = TIMEOUT,
     ) -> Tree:
         """Read a state from a checkpoint of any number of workers, resized to these.
@@ -619,8 +529,6 @@ class Workers:
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
                 the one given to `expect`.
-            compare: Whether to refuse a checkpoint in which `fingerprint` finds
-                workers that differ from most where they should be equal.
             timeout: Of several processes, how many seconds one waits until all have
                 come, and until all have read their part.
 
@@ -631,7 +539,7 @@ class Workers:
             TypeError: A folder in place of the manager.
             TimeoutError: Processes did not come; it names them.
             ValueError: No checkpoint; nothing was started; the checkpoint of
-                another state; with `compare`, one in which workers differ.
+                another state.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -670,20 +578,7 @@ class Workers:
         shapes = treedef.unflatten(template.values())
         leaves = jax.tree.leaves(source.read(folder, shapes))
         restored = dict(zip(saved, leaves, strict=True))
-        found = [restored[name] for name in names]
-        state = form.merge(found)
-        if compare:
-            layout = self._layout
-            if n != self.sizes[0]:  # read whole on every device
-                sizes = (n, *self.sizes[1:])
-                layout = layout._replace(sizes=sizes, mesh=None, specs=None)
-            wrong = differing(layout, form, found, held.prefix(state))
-            if wrong:
-                raise ValueError(
-                    f"In the checkpoint of step {step} workers differ from most where "
-                    f"they are to be equal, first in: {wrong}. Restore an earlier one, "
-                    "or pass compare=False."
-                )
+        state = form.merge(restored[name] for name in names)
         state = self.resize(state)
         for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
             if x.shape != like.shape:

@@ -169,9 +169,8 @@ def gossip(
         graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read at the step in which a period begins.
-        outer: The optimizer that steps the worker's own center, or
-            `oxs.outer.gasloc(...)`; `None`: plain averaging. A momentum under which
-            workers would drift apart is refused.
+        outer: The optimizer that steps the worker's own center; `None`: plain
+            averaging. A momentum under which workers would drift apart is refused.
         seed: For random graphs: equal on all workers.
         drop_nonfinite: A worker that would become NaN or infinite stands still until
             the next round, sends nothing in it, takes the mean of its healthy partners

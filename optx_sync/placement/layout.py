@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 
 from optx_sync.comm import shards
-from optx_sync.comm.collectives import AxisName, Sizes, check_axis_name
+from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
@@ -44,18 +44,6 @@ Levels: TypeAlias = tuple[tuple[int, ...], ...]
 Arrays: TypeAlias = Sequence[Tree]  # of a tree, in the order of its form
 
 
-class Part(NamedTuple):
-    """Which of all workers one process has."""
-
-    rows: tuple[int, ...]  # their numbers among all, along the first of `Layout.axes`
-    sizes: Sizes  # of all workers, along the mesh axes of that one
-
-    @property
-    def number(self) -> int:
-        """Of all workers along the first axis."""
-        return math.prod(size for _, size in self.sizes)
-
-
 class Layout(NamedTuple):
     """How many workers there are along which axes, and the mesh."""
 
@@ -63,7 +51,6 @@ class Layout(NamedTuple):
     axes: tuple[AxisName, ...]  # the outermost first
     mesh: Mesh | AbstractMesh | None
     specs: shards.Specs | None = None  # of one worker's parameters, where known
-    part: Part | None = None  # which workers these are, if they are one process's
 
     @property
     def number(self) -> int:
@@ -123,13 +110,9 @@ class Layout(NamedTuple):
         return [strong(self._of_all(leaf)) for leaf in held.leaves(form, arrays)]
 
     def _of_all(self, leaf: Leaf) -> jax.Array:
-        x, part, sizes = leaf.x, self.part, self.sizes
-        if part is not None:
-            sizes = (part.number, *sizes[1:])
-        for level in reversed(range(len(sizes))):
-            x = stacked(leaf, x, sizes[level], leaf.mark(level), level)
-        if part is not None and leaf.mark(0) is not None:
-            return x[np.asarray(part.rows)]
+        x = leaf.x
+        for level in reversed(range(len(self.sizes))):
+            x = stacked(leaf, x, self.sizes[level], leaf.mark(level), level)
         return x
 
     def start(self, form: Form, arrays: Arrays) -> list[jax.Array]:
@@ -213,11 +196,6 @@ class Layout(NamedTuple):
         `places`: where they belong, if that is known.
         """
         self.check_devices("workers.resize")
-        if self.part is not None:
-            raise ValueError(
-                "All workers are resized and restored together, by `workers` and not by"
-                " `workers.here`. Do so, then take `workers.apart(state)`."
-            )
         tree, numbers = form.bare(arrays), self.numbers(form, arrays)
         check_one_number(numbers, self.sizes)
         one = self.shapes_of_one(form, arrays)
