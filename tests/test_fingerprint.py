@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optx_sync.placement.memory import HOST
 
 import optx_sync as oxs
 from optx_sync import fingerprints
-from optx_sync.placement.memory import HOST
 from tests import contexts
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of

@@ -157,7 +157,8 @@ class CenterRounds(NamedTuple):
                 alike=turn.alike,
                 extra_args=outer_args(options, turn, weight),
             )
-        center, info = moved_center(now.center, move, met.inner, pushed, weight), met.info
+        center = moved_center(now.center, move, met.inner, pushed, weight)
+        info = met.info
         if options.measure and weight is not None:
             norm = info.measured.update_norm
             norm = where(pushed > 0, norm, zeros_like(norm))

@@ -12,7 +12,7 @@ from optx_sync.exchange.measures import square_sum
 from optx_sync.metrics import SharedInfo, or_none
 from optx_sync.placement import fields
 from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
+from optx_sync.trees import Tree, first_worker, is_masked
 
 
 class CenterMetrics(NamedTuple):

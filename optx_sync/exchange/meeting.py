@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Meeting`: all replicas give a tree, and its mean becomes an update of the parameters.
+"""`Meeting`: all replicas give a tree, and the mean becomes an update.
 
 What `cross_shard` does with gradients in every step, center rules do with contributions
 in every round: the exchange makes one tree of all, and an optimizer steps on it where

@@ -365,9 +365,7 @@ class Mixing(NamedTuple):
             outer_args(options, turn, weight),
         )
         after = moved_center(center, move, met.inner, mass, weight)
-        worker = work.take(
-            options.rule, now.worker, center.value, after.value, turn.at
-        )
+        worker = work.take(options.rule, now.worker, center.value, after.value, turn.at)
         return now._replace(worker=worker, center=after)
 
     def settle(self, now: RoundState, turn: Turn, walked: Tree) -> RoundState:

@@ -92,9 +92,9 @@ def held(state: Tree, form: Form) -> list[Held]:
 def sizes(tree: Tree) -> Tree:
     """How many numbers the whole of each array in pieces has; `None` elsewhere."""
     return jax.tree.map(
-        lambda x: jax.tree.structure(x).unflatten(x.sizes)
-        if fields.is_in_pieces(x)
-        else None,
+        lambda x: (
+            jax.tree.structure(x).unflatten(x.sizes) if fields.is_in_pieces(x) else None
+        ),
         tree,
         is_leaf=fields.is_in_pieces,
     )

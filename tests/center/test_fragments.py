@@ -1,4 +1,4 @@
-"""Parts that meet one after the other, also a step later: numbers, programs, refusals."""
+"""Parts that meet in turn, also a step later: numbers, programs, refusals."""
 
 import functools
 from typing import Any
@@ -76,9 +76,7 @@ def case(rule, fragments, period, overlap=False, outer="sgd", drop=False):
 EVERYWHERE = {
     "general, ": case("diloco", unequal, 6, True, "nesterov", drop=True),
     "at once, ": case("elastic", 4, 8),
-    "every step, ": case(
-        "agn", oxs.rules.strided(3), 3, True, "nesterov", drop=True
-    ),
+    "every step, ": case("agn", oxs.rules.strided(3), 3, True, "nesterov", drop=True),
 }
 OTHERS = {
     "whole, ": case("diloco", 1, 3, True, "nesterov", drop=True),

@@ -170,9 +170,7 @@ def test_codes_go_up_and_the_move_comes_back_whole(context, name):
         owed = np.asarray(errors.error["matrix"]).mean(0)
         moved = -0.1 * learned[0].sum(0).mean(0)
     arrived = center["matrix"] + owed
-    np.testing.assert_allclose(
-        arrived, params["matrix"] + moved, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(arrived, params["matrix"] + moved, rtol=1e-5, atol=1e-5)
 
 
 def test_workers_that_are_sharded():
@@ -324,6 +322,9 @@ def sharded(make: Any = oxs.local_sgd, **more):
     return make(INNER, axis_name=AXIS, shard_state=True, **more)
 
 
+OUTER = sharded(oxs.diloco)
+
+
 def on_two(function):
     return jax.vmap(function, axis_name=AXIS)(ONES)
 
@@ -336,6 +337,6 @@ start(oxs.agn(optax.lamb(0.1), AXIS, shard_state=True), 2)
 oxs.diloco(INNER, None, shard_state=True)  # ValueError: shares the outer
 sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k()))
     # ValueError: half way
-on_two(lambda p, state=sharded(oxs.diloco).init(ONES[0]): sharded(oxs.diloco).update(p, state, p))
+on_two(lambda p, state=OUTER.init(ONES[0]): OUTER.update(p, state, p))
     # ValueError: for one of 2 replicas
 """)
