@@ -146,20 +146,6 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
     return jax.tree.structure(memory).unflatten(specs_like(memory, named))
 
 
-def beside(buffers: Tree, params: Tree) -> Any:
-    """A context in which buffers of parts of the parameters lie by `spec_of_buffer`."""
-    mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
-    if specs is None:
-        return with_specs(None)
-    named = _named(params, specs, mesh.shape)
-    what = "parts that share an array"
-    found = [
-        (names_of(path), what, x, spec_of_buffer(x.shape, named, mesh.shape))
-        for path, x in jax.tree_util.tree_leaves_with_path(buffers)
-    ]
-    return _lying(found, named, mesh.shape)
-
-
 def of_part(part: Tree, params: Tree) -> Any:
     """A context in which a part of the parameters lies by `spec_of_rows`."""
     mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
@@ -281,30 +267,6 @@ def spec_of_rows(
     return _divided(shape, axes, sizes) or (kept if _is_cut(kept) else None)
 
 
-def spec_of_buffer(
-    shape: tuple[int, ...], params: Named, sizes: Mapping[str, int]
-) -> PartitionSpec | None:
-    """The spec of an array in which parts of the parameters wait, whichever they are.
-
-    That of rows of the parameters whose rows it may hold. If these are none, or lie in
-    different ways, the shards divide it; it is `None` if it can only be whole.
-    """
-    axes = _axes_of(params)
-    like = {
-        spec_of_rows(shape, spec, sizes)
-        for param, spec in params.values()
-        if len(shape) == len(param.shape) > 0
-        and shape[1:] == param.shape[1:]
-        and shape[0] <= param.shape[0]
-    }
-    if not axes or not shape:
-        return PartitionSpec()
-    if len(like) != 1:
-        return _divided(shape, axes, sizes)
-    own = like.pop()
-    return own if own is None or _is_cut(own) else PartitionSpec()
-
-
 def _divided(
     shape: tuple[int, ...], axes: Sequence[str], sizes: Mapping[str, int]
 ) -> PartitionSpec | None:
@@ -397,23 +359,19 @@ def spec_like(
 ) -> PartitionSpec:
     """The spec of a state's array: that of the parameter to which it belongs.
 
-    An array without such a parameter, such as one on its way, has the spec that all
-    parameters share whose shape is equal but for the number of rows. So has a stack of
-    such arrays. If these specs differ, it is whole.
+    An array without such a parameter has the spec that all parameters share whose shape
+    is equal but for the number of rows. If these specs differ, it is whole.
     """
     if owner is not None and owner in params:
         param, spec = params[owner]
         return spec_of_kept_axes(leaf, spec, param, sizes)
-    for rows in (0, 1):
-        row = jax.ShapeDtypeStruct(leaf.shape[rows:], leaf.dtype)
-        like = {
-            PartitionSpec(*[None] * rows, *spec_of_kept_axes(row, spec, param))
-            for param, spec in params.values()
-            if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
-        }
-        if like:
-            own = like.pop()
-            return own if not like and _is_cut(own) else PartitionSpec()
+    like = {
+        spec_of_kept_axes(leaf, spec, param)
+        for param, spec in params.values()
+        if len(leaf.shape) == len(param.shape) and leaf.shape[1:] == param.shape[1:]
+    }
+    if len(like) == 1 and _is_cut(own := like.pop()):
+        return own
     return PartitionSpec()
 
 
