@@ -52,6 +52,8 @@ class Asked:
             rules are told nothing, and learned of.
         told: The kind for each rule, by its places, where it is decided.
         rules: The rules found, in the order in which they asked.
+        counted: Those of them that a host can count.
+        kinds: What the rules were told.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Asked:
     ):
         self.arrays, self.told = arrays, told
         self.rules: list[Rule] = []
+        self.counted: list[Rule] = []
+        self.kinds: Kinds = ()
         self._given: dict[int, int] = {}
         self._after: dict[Places, Counters] = {}
 
@@ -70,7 +74,7 @@ class Asked:
     @contextlib.contextmanager
     def tracing(self, arrays: Sequence[Any]) -> Iterator[None]:
         """Answer rules that hold some of these arrays, one worker's."""
-        self.rules, self._after = [], {}
+        self.rules, self.kinds, self._after = [], (), {}
         self._given = {id(x): place for place, x in enumerate(arrays)}
         before = asked.set(self)
         try:
@@ -90,6 +94,7 @@ class Asked:
             kind = self._read(rule)
         if kind is not None:
             self.rules.append(rule)
+            self.kinds = (*self.kinds, kind)
         return kind if self.told is not None or self.arrays is not None else None
 
     def _read(self, rule: Rule) -> int | None:
@@ -108,13 +113,16 @@ class Asked:
         if (places := self._places(counters)) is not None:
             self._after[places] = after
 
-    def uncounted(self, arrays: Sequence[Any]) -> list[Rule]:
-        """The rules whose counters the step did not give back as they made them."""
-        return [
+    def came_back(self, arrays: Sequence[Any]) -> None:
+        """A worker's step has returned these arrays: which rules does a host count?
+
+        Those whose counters came back as the rule has made them.
+        """
+        self.counted = [
             rule
             for rule in self.rules
-            if any(
-                arrays[place] is not x
+            if all(
+                arrays[place] is x
                 for place, x in zip(rule.places, self._after[rule.places], strict=False)
             )
         ]
