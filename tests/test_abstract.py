@@ -34,11 +34,11 @@ def plain(rows):
         oxs.sync_replicas(SGD, "workers", replicas_to_aggregate=6),
         oxs.local_sgd(SGD, "workers", communication_period=20, fragments=2),
         oxs.diloco(SGD, "workers", communication_period=20, exchange=BITS4),
-        oxs.diloco(SGD, "workers", shard_center=True),
+        oxs.diloco(SGD, "workers", shard_state=True),
         oxs.noloco(SGD, "workers"),
         oxs.gossip(SGD, "workers", graph=oxs.graphs.exponential()),
     ],
-    ids="cross_shard pieces sync parts bits4 shard_center noloco gossip".split(),
+    ids="cross_shard pieces sync parts bits4 shard_state noloco gossip".split(),
 )
 def test_an_abstract_mesh_sends_what_the_compiled_program_sends(tx):
     abstract, compiled = (

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from optx_sync.placement.memory import HOST
 
 import optx_sync as oxs
 from optx_sync import fingerprints
@@ -195,7 +194,7 @@ def test_of_states_what_is_a_replicas_own_is_left_out():
 ADAM = optax.adam(0.1)
 WRAPPED: Any = {
     "replicas": oxs.cross_shard(ADAM, AXIS, measure=True),
-    "center": oxs.diloco(ADAM, AXIS, center_memory="pinned_host"),
+    "center": oxs.diloco(ADAM, AXIS),
     "pods": oxs.diloco(oxs.cross_shard(ADAM, "chips", measure=True), AXIS),
     "gossip": oxs.gossip(ADAM, AXIS),
     "plain": oxs.cross_shard(ADAM, AXIS),
@@ -272,9 +271,7 @@ def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
     params, state = workers.start((params, WRAPPED["center"].init(params)))
     center = state.center["w"]
     copies = [
-        jax.device_put(
-            np.asarray(center) + (place == 3), x.data.sharding.with_memory_kind(HOST)
-        )
+        jax.device_put(np.asarray(center) + (place == 3), x.data.sharding)
         for place, x in enumerate(center.addressable_shards)
     ]
     wrong = jax.make_array_from_single_device_arrays(

@@ -45,20 +45,20 @@ GROUND = {
     "audit": files("audit/: programs"),
     "rows": files("rows/: slices"),
     "comm": files("comm/: collectives varying buffers shards"),
-    "placement": files("placement/: fields leaves axes memory held resize workers"),
+    "placement": files("placement/: fields leaves axes held resize workers"),
     "exchange": files(
-        "exchange/: contract all_reduce codes pieces measures landing "
+        "exchange/: contract all_reduce agree codes pieces measures landing "
         "robust/norms robust/transposed"
     ),
     "optimizers": files("optimizers/: rule"),
     "center": files(
-        "center/: coded contract worker fragments buffers landing state checks "
-        "inner_state lockstep rounds turns"
+        "center/: coded contract worker fragments state checks inner_state lockstep "
+        "round turns"
     ),
     "peers": files(
         "peers/: graphs stability "
-        "center/: landing checks contract worker fragments state lockstep rounds "
-        "turns rules/local_sgd rules/diloco"
+        "center/: checks contract worker fragments state lockstep round turns "
+        "rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
     "front": files("front/: processes checkpoints step comparison"),

@@ -367,7 +367,7 @@ def test_an_equinox_module_keeps_what_is_no_array(mesh):
 @pytest.mark.parametrize("mesh", [None, True])
 def test_pods_of_chips(mesh):
     coded = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-    stream: Any = {"communication_period": 4, "fragments": 2, "delay": 1}
+    stream: Any = {"communication_period": 4, "fragments": 2, "overlap": True}
     inner = oxs.cross_shard(optax.sgd(0.1), "chips")
     tx = oxs.diloco(inner, "pods", exchange=coded, **stream)
     workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
@@ -397,14 +397,13 @@ def test_pods_of_chips(mesh):
 
 
 def test_pieces_on_the_level_that_they_are_for():
-    """A state in pieces inside of a pod; a center in pieces among pods, or farms."""
+    """A state in pieces inside of a pod; an outer state in pieces among pods, or farms."""
     inner = oxs.cross_shard(optax.sgd(0.1, 0.9), "chips")
     cut = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True)
     pods = oxs.local_sgd(inner, "pods", communication_period=2)
     rule = oxs.CenterRule(
         contribute=lambda own, center, at: own.params - own.taken,
         mean_over="workers",
-        affine=True,
         outer=optax.adam(0.5),  # whose count is a number that is not cut
     )
 
@@ -423,7 +422,7 @@ def test_pieces_on_the_level_that_they_are_for():
     for inside, levels, meshes in ((inner, two, (None, True)), (pods, three, (None,))):
         expected = run(around(inside, levels[1][0]), *levels)
         for mesh in meshes:
-            tx = around(inside, levels[1][0], shard_center=True)
+            tx = around(inside, levels[1][0], shard_state=True)
             found = run(tx, *levels, mesh)
             kept = 2 if mesh else 3
             contexts.assert_close(found[:kept], expected[:kept], 1e-5)
@@ -656,10 +655,10 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
     same_forms(opt_state, fresh)
 
 
-@pytest.mark.parametrize("more", [{"delay": 1}, {"exchange": QUANTIZED}])
+@pytest.mark.parametrize("more", [{"overlap": True}, {"exchange": QUANTIZED}])
 def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
     """As `oxs.by_hand.resize` cuts them anew, which has the transformation."""
-    cut: Any = {"communication_period": 4, "shard_center": True, "fragments": 2}
+    cut: Any = {"communication_period": 4, "shard_state": True, "fragments": 2}
     tx = oxs.diloco(optax.adam(0.1), AXIS, **cut, **more)
     params = {"w": np.arange(33.0, dtype=np.float32).reshape(11, 3), "value": INPUTS[0]}
     workers = oxs.Workers(8, AXIS)
@@ -685,7 +684,7 @@ def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
 
 def test_a_center_in_parts_of_nnx_and_in_bytes_of_flax():
     tx = oxs.diloco(
-        optax.adam(0.1), AXIS, communication_period=2, shard_center=True, fragments=2
+        optax.adam(0.1), AXIS, communication_period=2, shard_state=True, fragments=2
     )
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model))

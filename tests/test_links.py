@@ -209,19 +209,22 @@ def by_period(period, **options):
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "weights"),
     [
-        {"fragments": 2},
-        {"fragments": oxs.rules.strided(2), "delay": 1},
-        {"fragments": 6, "delay": 1},
+        ({"fragments": 2}, 0),
+        ({"fragments": oxs.rules.strided(2), "overlap": True}, 2),
+        ({"fragments": 6, "overlap": True}, 6),
     ],
     ids=["in turns", "strided", "one a step"],
 )
-def test_parts_send_in_a_period_what_the_whole_sends(parts):
+def test_parts_send_in_a_period_what_the_whole_sends(parts, weights):
+    """With overlap the worker's weight, float32, comes along with each of them."""
     asked: dict = {"gbits": 0.1, "step_seconds": 1.0, "params": [jnp.zeros(30_000)] * 6}
     asked["workers"] = oxs.Workers(8, "workers", mesh=True)
-    whole = audit.time(by_period(6), **asked)
-    assert audit.time(by_period(6, **parts), **asked) == pytest.approx(whole)
+    whole, cut = (
+        audit.time(by_period(6, **more), **asked).sent for more in ({}, parts)
+    )
+    assert cut == pytest.approx(whole * (1 + weights / 180_000))
 
 
 SIMULATED, PARAMS = oxs.Workers(8, "workers"), jnp.zeros(3)

@@ -86,10 +86,9 @@ CENTER = {
     "drop_nonfinite": [False, True],
     "accumulator_dtype": [None, "jnp.float32", "jnp.bfloat16"],
     "measure": [False, True],
-    "shard_center": [False, True],
+    "shard_state": [False, True],
     "fragments": [1, 2, 3, "strided(2)", "last row"],
-    "delay": [0, 1, 2],
-    "keep_local": [0.0, 0.5, 1.0],
+    "overlap": [False, True],
     "exchange": list(EXCHANGES),
 }
 OUTER = {"outer": ["sgd", "optax momentum", "adam", "delayed"]}

@@ -24,7 +24,7 @@ NOISY = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1, momentum=0.9))
 OWES = oxs.exchange.error_feedback(oxs.exchange.power_sgd(1))
 CASES: dict[str, Any] = {
     "diloco": oxs.diloco(ADAM, AXIS, measure=True, drop_nonfinite=True),
-    "fragments": oxs.agn(optax.sgd(0.1), AXIS, fragments=2, delay=1),
+    "fragments": oxs.agn(optax.sgd(0.1), AXIS, fragments=2, overlap=True),
     "chain": optax.chain(optax.clip(1.0), oxs.diloco(ADAM, AXIS)),
     "masked": optax.masked(oxs.local_sgd(ADAM, AXIS), {"w": True, "b": False}),
     "agn": oxs.agn(optax.adam(0.1), AXIS),

@@ -137,7 +137,7 @@ def test_metrics_of_a_cross_shard_that_measures_nothing():
     "tx",
     [
         oxs.diloco(optax.sgd(0.1), "workers", fragments=2),
-        oxs.diloco(optax.sgd(0.1), "workers", shard_center=True),
+        oxs.diloco(optax.sgd(0.1), "workers", shard_state=True),
         oxs.cross_shard(optax.adam(0.1), "workers", shard_state=True),
         oxs.cross_shard(optax.adam(0.1), "workers", shard_state="leaves"),
         oxs.stacked(optax.contrib.muon(0.1), jax.P("fsdp")),

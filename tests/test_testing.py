@@ -9,7 +9,7 @@ import pytest
 
 import optx_sync as oxs
 from tests.cases import OPTIMIZERS
-from tests.transformations import AFFINE, EXCHANGES
+from tests.transformations import EXCHANGES, HALF_WAY
 
 testing, Exchange = oxs.testing, oxs.exchange.Exchange
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
@@ -20,7 +20,7 @@ RULES = {
     "agn, updates": oxs.rules.agn(None, accumulate="updates", reduction="sum"),
     "local_sgd": oxs.rules.local_sgd(),
     "diloco": oxs.rules.diloco(),
-    "affine": AFFINE,
+    "half way": HALF_WAY,
 }
 ALL_EXCHANGES = [
     pytest.param(one, id=f"{name}-{number}")
@@ -82,10 +82,6 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "undeclared before": (
         rule(take=lambda x, before, after, at: before, reads=("params", "taken")),
         "reads 'before'",
-    ),
-    "not affine": (
-        rule(lambda own, center, at: (own.params - own.taken) ** 3, affine=True),
-        "held to affine=True, but .* Leave affine out",
     ),
     "a scalar": (rule(lambda own, center, at: own.params.sum()), "`contribute` that"),
     "halved": (exchange(halved), "linear=True, mean .* Met.lost"),

@@ -45,15 +45,13 @@ GRAPHS: dict[str, Any] = {
     "grid": oxs.graphs.grid(2),
     "metropolis": oxs.graphs.metropolis([(i, i + 1) for i in range(N - 1)]),
 }
-AFFINE = oxs.CenterRule(
-    lambda own, center, at: 0.5 * (own.params - own.taken),
-    reads=("params", "taken"),
-    affine=True,
+HALF_WAY = oxs.CenterRule(
+    lambda own, center, at: 0.5 * (own.params - own.taken), reads=("params", "taken")
 )
 # name: of an inner transformation, an axis and options.
 CENTERS: dict[str, Callable[..., Any]] = {
     "center_variable": lambda tx, axis, **more: oxs.center_variable(
-        tx, AFFINE, axis, **more
+        tx, HALF_WAY, axis, **more
     ),
     "local_sgd": oxs.local_sgd,
     "diloco": oxs.diloco,
@@ -68,16 +66,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qsr": {"communication_period": oxs.outer.qsr(0.1, 0.2)},
     "parts": {"communication_period": 8, "fragments": 2},
     "rows": {"communication_period": 8, "fragments": oxs.rules.strided(4)},
-    "later": {"communication_period": 8, "delay": 2},
-    "in_line": {"communication_period": 2, "fragments": 2, "delay": 1},
+    "later": {"communication_period": 8, "overlap": True},
+    "in_line": {"communication_period": 2, "fragments": 2, "overlap": True},
     "streaming": {
         "communication_period": 8,
         "fragments": 4,
-        "delay": 1,
-        "keep_local": 0.5,
+        "overlap": True,
         "exchange": ex.error_feedback(ex.quantized(4)),
     },
-    "pieces": {"shard_center": True},
+    "pieces": {"shard_state": True},
 }
 
 
@@ -117,6 +114,6 @@ def made(inner: Any = None, axis: str = AXIS) -> dict[str, Any]:
         "gossip": oxs.gossip(inner, axis, drop_nonfinite=True),
         "noloco": oxs.noloco(inner, axis),
         "noloco, scheduled": oxs.noloco(inner, axis, outer=SCHEDULED),
-        "diloco, delayed": oxs.diloco(inner, axis, outer=outer, shard_center=True),
+        "diloco, delayed": oxs.diloco(inner, axis, outer=outer, shard_state=True),
         "nested": oxs.diloco(oxs.local_sgd(inner, None), axis),
     }

@@ -361,7 +361,7 @@ class Lockstep(NamedTuple):
         between = steps_between(options.period, number)
         steps = state.steps_since_round + 1
         due = meet
-        if meet is None:
+        if due is None:
             due = work.is_due(between, steps, state.local_step)
         meets, part = due, rounds % number
         if number > 1:

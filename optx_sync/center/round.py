@@ -108,7 +108,10 @@ class Turn(NamedTuple):
 class Rounds(Protocol):
     """What lockstep asks of a round: of a center's here, of partners' in `peers/`."""
 
-    options: Options
+    @property
+    def options(self) -> Options:
+        """The checked options."""
+        ...
 
     def start(self, parts: Partition, center: Tree) -> tuple[Center, Tree]:
         """(the center, what the exchange remembers) before the first round."""

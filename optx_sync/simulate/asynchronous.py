@@ -11,7 +11,6 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
-from optx_sync.center.buffers import Pending
 from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import (
@@ -22,10 +21,18 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.placement.axes import stack
-from optx_sync.shapes import Array, Float, Int32
+from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.simulate.engine import Engine, engine_of, with_powers
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
+
+
+class Pending(NamedTuple):
+    """A contribution on its way, before the center absorbs it."""
+
+    values: Tree  # like the center
+    steps: Int32[Array, ""]  # `Round.steps` of its round
+    counts: Bool[Array, ""]  # whether the center absorbs it
 
 
 class WorkerState(NamedTuple):
@@ -199,7 +206,7 @@ def asynchronous(
         run.advance, run.view, machine, events, record
     )
     # What `view` and `advance` return stands in the order of the record's fields.
-    in_order = (*views, kept, *counts, recorded, final, max(engine.part_bytes))
+    in_order = (*views, kept, *counts, recorded, final, max(engine.part_bytes(params)))
     return AsynchronousRecord._make(in_order)
 
 

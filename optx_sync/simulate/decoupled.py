@@ -200,7 +200,7 @@ def decoupled(
     timeline = clock(
         seconds, until=until, num_workers=num_workers, meet=meet, delay=delay,
         communication_period=communication_period, link=link, failures=failures,
-        part_bytes=engine.part_bytes, tokens=tokens,
+        part_bytes=engine.part_bytes(params), tokens=tokens,
     )  # fmt: skip
     merge = check_exchange(meet.merge, all_reduce())
     refuse(_Terms(engine.rule, meet, merge, delay or 0), _NOT_DECOUPLED)

@@ -81,11 +81,10 @@ class Engine(NamedTuple):
         outer = self.rule.outer
         return () if outer is None else self.parts.each(outer.init, center)
 
-    @property
-    def part_bytes(self) -> list[float]:
-        """The bytes of a contribution to each part."""
+    def part_bytes(self, params: Tree) -> list[float]:
+        """The bytes of a contribution to each part of such parameters."""
         messages = functools.partial(coded.message_shapes, self.exchange)
-        parts = self.parts.split(self.parts.shapes)
+        parts = self.parts.split(jax.eval_shape(work.start_center, params))
         return [float(coded.bytes_of(messages(part))) for part in parts]
 
     def walk(

@@ -30,8 +30,8 @@ def in_pieces(exchange):
     return lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
 
 
-def center_in_pieces(exchange):
-    options = {"communication_period": 1, "shard_center": True, "exchange": exchange}
+def outer_in_pieces(exchange):
+    options = {"communication_period": 1, "shard_state": True, "exchange": exchange}
     tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     return lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS, meet=True)[0]
 
@@ -43,7 +43,7 @@ def meeting(exchange):
 # By name: a program of one replica's gradients, an exchange without buckets, one with.
 CASES = {
     "cross_shard": (in_pieces, EXCHANGE.all_reduce, {}),
-    "diloco": (center_in_pieces, EXCHANGE.all_reduce, {}),
+    "diloco": (outer_in_pieces, EXCHANGE.all_reduce, {}),
     # Blocks that lie in one leaf whatever lies beside it.
     "8 bits": (meeting, EXCHANGE.quantized, {"block": 4}),
 }

@@ -24,7 +24,7 @@ def wrappers():
     bits4 = exchange.error_feedback(exchange.quantized(bits=4))
     every: Any = {"communication_period": 2}
     pull: Any = {"moving_rate": 0.1, "rho": 0.0}
-    stream: Any = {"communication_period": 4, "fragments": 2, "delay": 1}
+    stream: Any = {"communication_period": 4, "fragments": 2, "overlap": True}
     ftrl = oxs.optimizers.ftrl(0.1)
     return {
         "cross_shard": oxs.cross_shard(inner, "workers"),

@@ -26,7 +26,7 @@ TRANSFORMATIONS: Any = {
         optax.sgd(0.1, 0.9), AXIS, communication_period=3, drop_nonfinite=True
     ),
     "diloco in pieces": oxs.diloco(
-        optax.sgd(0.1, 0.9), AXIS, communication_period=3, shard_center=True
+        optax.sgd(0.1, 0.9), AXIS, communication_period=3, shard_state=True
     ),
     "cross_shard in pieces": oxs.cross_shard(
         oxs.optimizers.adagrad(0.1), AXIS, shard_state=True
