@@ -341,12 +341,9 @@ class _Run(NamedTuple):
 
     def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker takes its answer."""
-        engine, at = self.engine, self.engine.at._replace(steps=row.steps)
-        after = engine.parts.pick(own.after, part)
-        before = after
-        if not is_nothing(own.before):
-            before = engine.parts.pick(own.before, part)
-        return engine.take(part, own, (before, after), at)
+        engine, pick = self.engine, self.engine.parts.pick
+        around = pick(own.before, part), pick(own.after, part)
+        return engine.take(part, own, around, engine.at._replace(steps=row.steps))
 
     def land(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what one worker has brought alone, and answers."""
