@@ -139,7 +139,8 @@ def asynchronous(
             all.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part k
             mod P.
-        delay: As in `center_variable`, in steps of the worker.
+        delay: A worker's steps from its contribution until the center absorbs it and
+            the worker takes the center; what it made meanwhile is overwritten.
         drop_nonfinite: As in `center_variable`.
         record: Which history of `params` and `center` to keep. `None`: all, or every
             n-th event so that it takes at most 256 MB. `"all"`. An int n: every n-th. A

@@ -133,7 +133,7 @@ def decoupled(
 
     where merge is the weighted mean, or that of `meet`, and each worker takes the
     answer when `clock` says. If K is the number of workers, all are equally fast and
-    nothing takes time, it is `oxs.diloco(fragments=, delay=)` in lockstep. With
+    nothing takes time, it is `oxs.diloco(fragments=)` in lockstep. With
     `oxs.runtime.one()` and without `delay` it is `asynchronous` in the order of
     `clock`; with `delay` the center absorbs a contribution when it arrives, and in
     `asynchronous` when its worker takes the answer.
@@ -152,7 +152,8 @@ def decoupled(
         communication_period: H; see `clock`.
         exchange: How a worker compresses its pushes; see `asynchronous`.
         fragments: As in `center_variable`: P parts, which meet one by one.
-        delay: Steps from a contribution to its answer.
+        delay: A worker's steps from its contribution until it takes the answer; what it
+            made meanwhile is overwritten.
         link: Seconds of messages, whose bytes are those of the parts.
         failures: Each `(worker, dies at, is back at)`.
         tokens: Behind each step.
@@ -341,12 +342,9 @@ class _Run(NamedTuple):
 
     def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker takes its answer."""
-        engine, at = self.engine, self.engine.at._replace(steps=row.steps)
-        after = engine.parts.pick(own.after, part)
-        before = after
-        if not is_nothing(own.before):
-            before = engine.parts.pick(own.before, part)
-        return engine.take(part, own, (before, after), at)
+        engine, pick = self.engine, self.engine.parts.pick
+        around = pick(own.before, part), pick(own.after, part)
+        return engine.take(part, own, around, engine.at._replace(steps=row.steps))
 
     def land(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what one worker has brought alone, and answers."""
