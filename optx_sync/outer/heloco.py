@@ -71,7 +71,7 @@ def heloco(
             beside m.
 
     Returns:
-        The transformation. It needs whole arrays: `shard_center=True` refuses it.
+        The transformation. It needs whole arrays: `shard_state=True` refuses it.
 
     Raises:
         TypeError: An argument is not a number.

@@ -5,7 +5,8 @@ runtime call the same functions of a worker. With one worker they give the same
 parameters and center in every step; with more, those drivers do whose workers see the
 same. A driver is left out of what it does not have: gossip has no rules that add up or
 take a part of the way, no codes and no parts; the runtime's server refuses a NaN; only
-lockstep and gossip have `weight=`.
+lockstep and gossip have `weight=`. What lockstep calls `overlap` the two others call a
+delay of a step.
 """
 
 from typing import Any
@@ -89,7 +90,7 @@ def on_an_axis(driver, rule, workers=1, **options):
     return mapped(oxs.by_hand.replicate(start(), workers), jnp.arange(workers))
 
 
-def asynchronous(rule, scale=SCALE, workers=1, **options):
+def asynchronous(rule, scale=SCALE, workers=1, overlap=False, **options):
     run = oxs.simulate.asynchronous(
         INNER,
         rule,
@@ -97,14 +98,15 @@ def asynchronous(rule, scale=SCALE, workers=1, **options):
         lambda place, params, event: grads_at(event, params, scale, place),
         workers=np.arange(STEPS) % workers,
         num_workers=workers,
+        delay=int(overlap),
         record="all",
         **options,
     )
     return run.params, run.center
 
 
-def runtime(rule, workers=1, weigh=None, **options):
-    options["num_workers"] = workers
+def runtime(rule, workers=1, weigh=None, overlap=False, **options):
+    options |= {"num_workers": workers, "delay": int(overlap)}
     rule = rule._replace(weigh=weigh)
     server = Server(start(), rule, inner=INNER, **options)
     party = [
@@ -149,14 +151,15 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "broken_agn": (AGN, "asynchronous", DROPS),
     "code_agn": (AGN, "asynchronous runtime", {"exchange": CODE}),
     "parts_elastic": (ELASTIC, "asynchronous runtime", {"fragments": 2}),
-    "later_elastic": (ELASTIC, "asynchronous runtime", {"delay": 2}),
-    "in_line": (DILOCO, "asynchronous runtime", {"fragments": 4, "delay": 1}),
+    "later_elastic": (ELASTIC, "asynchronous runtime", {"overlap": True}),
+    "later_agn": (AGN, "asynchronous runtime", {"overlap": True}),
+    "in_line": (DILOCO, "asynchronous runtime", {"fragments": 4, "overlap": True}),
     "coded_parts": (
         DILOCO,
         "asynchronous runtime",
         {
             "fragments": lambda path, leaf: int("w" in str(path[0])),
-            "delay": 1,
+            "overlap": True,
             "exchange": CODE,
         },
     ),
@@ -167,7 +170,6 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
         {
             # Whole leaves, and so whole blocks.
             "fragments": lambda path, leaf: int("w" in str(path[0])),
-            "delay": 1,
             "exchange": CODE,
             **DROPS,
         },

@@ -94,7 +94,7 @@ test_what_is_refused = all_refused(globals())(
 heloco(0.7, 1.0)  # ValueError: momentum must be a number in .0, 1.
 heloco(0.7, ok=2.0)  # ValueError: ok must be a number in .0, 1.
 heloco(0.7, kappa=-1.0)  # ValueError: kappa must be a number in .0, inf.
-oxs.diloco(SGD, "workers", outer=heloco(0.7), shard_center=True).init(jnp.ones(8))
-  # ValueError: shard_center=True
+oxs.diloco(SGD, "workers", outer=heloco(0.7), shard_state=True).init(jnp.ones(8))
+  # ValueError: shard_state=True
 """
 )

@@ -2,8 +2,9 @@
 
 The figures stand in tests/golden: what torchft's fixtures hold, written down by
 `tests.reference.torchft`. Each layer meets every six steps, the first one three steps
-ahead of the second; with a delay it sets out a step earlier than here, and arrives when
-it does without one.
+ahead of the second. With a delay of a step it sets out a step earlier than here, and
+arrives when it does without one: `overlap=True`, whose rounds are asked for a step
+early.
 """
 
 import json
@@ -21,14 +22,14 @@ from tests.reference import torchft
 
 AXIS = contexts.AXIS
 GOLDEN = json.loads(torchft.FILE.read_text())
-RECORDED = {(case["delay"], case["mix"]): case for case in GOLDEN["cases"]}
+RECORDED = {case["delay"]: case for case in GOLDEN["cases"]}
 STEPS = GOLDEN["steps"]
 
 
 def test_the_file_holds_every_case_of_its_generator():
-    assert tuple(RECORDED) == torchft.CASES
-    for name, case in RECORDED.items():
-        own, center = torchft.histories(*name)
+    assert tuple(RECORDED) == torchft.DELAYS
+    for delay, case in RECORDED.items():
+        own, center = torchft.histories(delay)
         assert case["params"] == own.tolist() and case["center"] == center.tolist()
 
 
@@ -42,8 +43,8 @@ def made(**options):
 def histories():
     """Parameters and centers of all runs, from one program."""
 
-    def run(delay, mix):
-        tx = made(delay=delay, keep_local=mix)
+    def run(delay):
+        tx = made(overlap=bool(delay))
         start = {"layers": [jnp.ones(()), jnp.ones(())]}
         grads = jax.tree.map(lambda x: GOLDEN["gradient"] * x, start)
 
@@ -58,15 +59,15 @@ def histories():
         return jnp.concatenate([jnp.ones((1, 2, 2)), after])
 
     def all_runs(_):
-        return {case: run(*case) for case in RECORDED}
+        return {delay: run(delay) for delay in RECORDED}
 
     return jax.jit(jax.vmap(all_runs, axis_name=AXIS))(jnp.zeros(2))
 
 
-@pytest.mark.parametrize("case", RECORDED)
-def test_diloco_mocked_updates(histories, case):
-    recorded = RECORDED[case]
-    for own in histories[case]:  # of both replicas, [steps, layers, own and center]
+@pytest.mark.parametrize("delay", RECORDED)
+def test_diloco_mocked_updates(histories, delay):
+    recorded = RECORDED[delay]
+    for own in histories[delay]:  # of both replicas, [steps, layers, own and center]
         np.testing.assert_array_equal(own[..., 0], np.float32(recorded["params"]))
         np.testing.assert_array_equal(own[..., 1], np.float32(recorded["center"]))
 
@@ -75,7 +76,7 @@ def test_diloco_mocked_failure_recovery():
     """A replica dies after step 6; another one is there from the round of step 9 on.
 
     In torchft's fixture of this name (at the same commit) the histories are those of
-    its run without a death, delay 0 and nothing kept: the new replica takes the living
+    its run without a death and without a delay: the new replica takes the living
     one's own parameters, also of the part whose round is under way. Here it begins at
     the center (docs/checkpoints.md): in that part's next round one of two brings three
     steps less, and the outer step is shorter by as much.
@@ -95,7 +96,7 @@ def test_diloco_mocked_failure_recovery():
             params, state = by_hand.resize(tx, params, state, 2)
         own.append(np.stack(params, -1))
         center.append(np.stack(state.center))
-    recorded = RECORDED[0, 0.0]
+    recorded = RECORDED[0]
     first = np.array([x[0] for x in own])
     later, center = np.array([x[1] for x in own[8:]]), np.array(center)
     # The second layer meets in step 12: a mean of 6 and 12 of them, times 2.
