@@ -21,6 +21,7 @@ With codes all workers keep s, the center as they have decoded it. With C the co
 What coding loses on the way down stays in the next gap c_j - s_j and is sent with it.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -40,13 +41,13 @@ from optx_sync.checks import refuse_placeholder
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like, vary_with
-from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import landing
 from optx_sync.exchange.contract import Exchange, Met
 from optx_sync.exchange.measures import square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InParts, InPieces, is_in_pieces
+from optx_sync.programs import Elementwise, on_pieces
 from optx_sync.trees import Tree, is_nothing, where, zeros_like
 
 
@@ -84,6 +85,10 @@ class Landing:
     def close(self, share: Center, held: Center) -> Center:
         """A share as the state holds it."""
         return share
+
+    def stepped(self) -> Any:
+        """A context in which the outer optimizer gets this share."""
+        return contextlib.nullcontext()
 
     def norm(self, change: Tree, like: jax.Array) -> jax.Array:
         """The norm of a change of the center, over all shares."""
@@ -171,6 +176,10 @@ class Pieces(Landing):
         """Pieces, varying as those before."""
         outer = InPieces(share.outer) if is_in_pieces(held.outer) else share.outer
         return vary_like(Center(InPieces(share.value), outer), held)
+
+    def stepped(self) -> Any:
+        """A context in which the outer optimizer gets pieces."""
+        return on_pieces(check_axis_name(self.options.axis_name))
 
     def norm(self, change: Tree, like: jax.Array) -> jax.Array:
         """The norm of a change of the center, over all pieces."""

@@ -142,7 +142,8 @@ class Meeting(NamedTuple):
         )
         before, (total, _) = landing.open(held), landing.open(Center(total, ()))
         extra = self.extra_args(step, now.weight)
-        after = work.absorb(rule, before, vary_like(total, before.value), **extra)
+        with landing.stepped():
+            after = work.absorb(rule, before, vary_like(total, before.value), **extra)
         if self.drop_nonfinite:
             after = where(pushed > 0, after, before)
         if self.options.measure:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.elementwise import as_optax_expects
+from optx_sync.programs import as_optax_expects
 from optx_sync.trees import Tree, is_slices, leaves_with_names, names_of
 
 # Names a Keras variable: (slot, its parameter's index), or (name, None).

@@ -378,7 +378,7 @@ test_refused = all_refused(globals())(r"""
 sharded(oxs.elastic_average, moving_rate=0.1, rho=0.5)  # ValueError: `penalty` reads
 sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0)  # ValueError: `take` reads
 start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2)
-    # ValueError: outer optimizer see pieces
+    # ValueError: the outer optimizer flat pieces
 start(oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), 2)
     # ValueError: each number alone
 oxs.diloco(INNER, None, shard_center=True)  # ValueError: shares a center
