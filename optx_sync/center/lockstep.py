@@ -59,7 +59,6 @@ from optx_sync.comm.collectives import (
     check_axis_name,
 )
 from optx_sync.comm.reduce import own_weight, reduce
-from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange import landing
 from optx_sync.exchange.all_reduce import all_reduce
@@ -69,6 +68,7 @@ from optx_sync.metrics import SharedInfo
 from optx_sync.options import refuse
 from optx_sync.placement.fields import fact
 from optx_sync.placement.leaves import map_but_counters
+from optx_sync.programs import Elementwise
 from optx_sync.step import (
     direct_transformation,
     landing_update,

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
-from optx_sync.options import Refused, refuse
 from optx_sync.front import kinds
 from optx_sync.front.kinds import Asked, Kinds
+from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
 from optx_sync.placement.leaves import is_key, is_raw_key
