@@ -5,6 +5,7 @@ half precision, float32. So what groups leaves by path, or has norms of them, do
 same under every driver.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker, quorum
+from tests import contexts
 
 PARAMS = {
     "layers": [{"kernel": jnp.ones((4, 3))}, {"kernel": jnp.ones(2)}],
@@ -98,8 +100,29 @@ def runtime(fragments, **given):
     assert server.global_step >= 2
 
 
+def lockstep(tx):
+    """Trace a step of two workers, with all that its conditionals hold."""
+    params, state, axes = contexts.begun(tx, PARAMS, 2)
+
+    def step(params, state):
+        return oxs.apply_gradients(tx, params, state, params)
+
+    jax.eval_shape(jax.vmap(step, (0, axes), axis_name=contexts.AXIS), params, state)
+
+
+def center(fragments, exchange, **options):
+    lockstep(
+        oxs.diloco(
+            INNER, contexts.AXIS, communication_period=4, fragments=fragments,
+            exchange=exchange, **options,
+        )
+    )  # fmt: skip
+
+
 # By name, what trains with this exchange until each part has met.
 MEETINGS = {
+    "lockstep": center,
+    "lockstep, overlap": functools.partial(center, overlap=True),
     "simulate.decoupled": lambda fragments, exchange: decoupled(
         fragments, meet=quorum(2, merge=exchange)
     ),
@@ -128,6 +151,25 @@ def test_a_meeting_is_given_a_part_with_its_own_paths_and_shapes(driver, cut):
     wide = [{path: (x, "float32") for path, x in part.items()} for part in parts]
     assert all(given in wide for given in seen)
     assert all(part in seen for part in wide)
+
+
+GRADIENTS = {
+    "cross_shard": (oxs.cross_shard, "bfloat16"),
+    # Sums of half precision gradients are wide.
+    "sync_replicas": (
+        functools.partial(oxs.sync_replicas, replicas_to_aggregate=2),
+        "float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", GRADIENTS)
+def test_a_reduction_is_given_gradients_as_they_are(wrapper):
+    (wrap, half), seen = GRADIENTS[wrapper], []
+    lockstep(wrap(INNER, axis_name=contexts.AXIS, exchange=recorder(seen)))
+    dtypes = {"['norm']": half}
+    wanted = {name: (x, dtypes.get(name, "float32")) for name, x in WHOLE.items()}
+    assert seen and all(given == wanted for given in seen)
 
 
 @pytest.mark.parametrize("cut", CUTS)
