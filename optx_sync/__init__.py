@@ -20,6 +20,7 @@ from optx_sync.gradients import value_and_grad as value_and_grad
 from optx_sync import exchange as exchange
 
 # Replicas with equal parameters: their gradients are reduced.
+from optx_sync.replicas.clipping import clip_by_global_norm as clip_by_global_norm
 from optx_sync.replicas.cross_shard import all_reduce_grads as all_reduce_grads
 from optx_sync.replicas.cross_shard import cross_shard as cross_shard
 from optx_sync.replicas.stacked import stacked as stacked
@@ -84,6 +85,7 @@ __all__ = [
     "by_hand",
     "center_params",
     "center_variable",
+    "clip_by_global_norm",
     "cross_shard",
     "diloco",
     "elastic",

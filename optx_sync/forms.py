@@ -41,6 +41,11 @@ class Form(NamedTuple):
     treedef: Structure  # variables are its leaves
     leaves: tuple[Entry, ...]
 
+    @property
+    def is_of_arrays(self) -> bool:
+        """Whether all leaves are arrays, none of them in a variable."""
+        return {*map(type, self.leaves)} <= {type(_ARRAY)}
+
     def merge(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with these arrays."""
         return self._filled(
@@ -59,6 +64,8 @@ class Form(NamedTuple):
         variable: Callable[[Structure, list[Tree]], Tree],
         kept: Callable[[Kept], Tree],
     ) -> Tree:
+        if self.is_of_arrays:
+            return self.treedef.unflatten(arrays)
         arrays, leaves = iter(arrays), []
         for leaf in self.leaves:
             if leaf is _ARRAY:
@@ -136,6 +143,27 @@ def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[jax.Array]]:
         else:
             found.append(Kept(type(leaf), leaf))
     return Form(treedef, tuple(found)), arrays
+
+
+class Forms:
+    """The forms of trees that were split before, which JAX's own structure tells."""
+
+    def __init__(self) -> None:
+        self._known: dict[Structure, Form] = {}
+
+    def split(self, tree: Tree) -> tuple[Form, list[jax.Array]]:
+        """As `split`; of a tree of arrays that is like an earlier one its very form.
+
+        No function of Python runs for each leaf.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        of_arrays = all(hasattr(kind, "dtype") for kind in {*map(type, leaves)})
+        if of_arrays and (known := self._known.get(treedef)):
+            return known, leaves
+        form, arrays = split(tree)
+        if of_arrays and form.is_of_arrays:
+            self._known[treedef] = form
+        return form, arrays
 
 
 def shapes_of(function: Callable[[], Tree]) -> Tree:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync import elementwise
+from optx_sync import programs
 from optx_sync.center import contract as rules
 from optx_sync.center import worker as work
 from optx_sync.center.lockstep import center_variable
@@ -115,7 +115,7 @@ reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
         state = tx.init(own)
         _hold_types(hold, "after a step", state, tx.update(own, state, own)[1])
 
-    with elementwise.as_optax_expects():
+    with programs.as_optax_expects():
         jax.eval_shape(jax.vmap(step, axis_name=_AXIS), jnp.zeros(workers))
 
 
@@ -234,7 +234,7 @@ differs without parameters. Declare needs_params=True.
     hold = functools.partial(_hold, "optimizer")
     numbers = np.random.default_rng(0)
     drawn = numbers.normal(size=(2, 4, 2)).astype(np.float32)
-    with elementwise.as_optax_expects():
+    with programs.as_optax_expects():
         for dtype in (jnp.float32, jnp.bfloat16):
             params, grads = ({"table": x, "bias": x[0]} for x in drawn.astype(dtype))
             _check_types(tx, hold, params, grads)

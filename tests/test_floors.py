@@ -18,7 +18,7 @@ ROOMS = {
     1: "forms rows",
     2: "checks",
     3: "comm",
-    4: "elementwise outer placement",
+    4: "outer placement programs",
     5: "exchange fingerprints gradients metrics optimizers step",
     6: "center peers replicas",
     7: "by_hand rules runtime simulate",

@@ -397,7 +397,7 @@ def test_pods_of_chips(mesh):
 
 
 def test_pieces_on_the_level_that_they_are_for():
-    """A state in pieces inside of a pod; an outer state in pieces among pods, or farms."""
+    """A state in pieces in a pod; an outer state in pieces among pods, or farms."""
     inner = oxs.cross_shard(optax.sgd(0.1, 0.9), "chips")
     cut = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True)
     pods = oxs.local_sgd(inner, "pods", communication_period=2)

@@ -58,9 +58,9 @@ def test_diloco_of_maxtext():
         np.testing.assert_array_equal(own[2], center[2])
 
 
-# The same, streaming: three parts of one number meet every three steps, one a step, each
-# of which adds 1 on the first replica and 3 on the second; rate and momentum outside are
-# 1/2. So its tests/unit/diloco_fragmenter_test.py at cd694ef has it.
+# The same, streaming: three parts of one number meet every three steps, one a step,
+# each of which adds 1 on the first replica and 3 on the second; rate and momentum
+# outside are 1/2. So its tests/unit/diloco_fragmenter_test.py at cd694ef has it.
 STREAMED = {
     1: [[2.5, 2, 2], [2.5, 4, 4]],
     2: [[3.5, 4, 3], [5.5, 4, 7]],

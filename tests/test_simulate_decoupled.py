@@ -76,7 +76,7 @@ def test_all_of_equal_workers_are_diloco_in_lockstep(parts):
     assert not np.allclose(seen[0], seen[1]) and not np.allclose(seen[1], seen[2])
 
 
-AGN = optax.sgd(0.05, 0.9)
+AGN, ADAM = optax.sgd(0.05, 0.9), oxs.optimizers.adam(0.1, b1=0.5)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,23 @@ AGN = optax.sgd(0.05, 0.9)
         (oxs.rules.local_sgd(), {"fragments": 2}),
         (oxs.rules.elastic(moving_rate=0.1, rho=0.3), {}),
         (oxs.rules.agn(AGN), {"weigh": lambda at: (1 + at.staleness) ** -0.5}),
+        (oxs.rules.agn(ADAM), {"inner": ADAM}),  # whose powers all share
         (DILOCO, {"weigh": lambda at: at.num_pushed % 3 > 0}),
         (DILOCO, {"exchange": oxs.exchange.error_feedback(oxs.exchange.top_k(5))}),
     ],
 )
 def test_meetings_of_one_are_asynchronous(rule, options):
-    found = run([1.0, 1.7, 2.9], rule=rule, meet=quorum(1), record="all", **options)
-    order = found.timeline.workers
+    options = {"inner": optax.sgd(0.1), "record": "all"} | options
+    found = run([1.0, 1.7, 2.9], rule=rule, meet=quorum(1), **options)
+    order, inner = found.timeline.workers, options.pop("inner")
     expected = asynchronous(
-        optax.sgd(0.1), rule, ROWS, pulled, order, num_workers=3,
-        communication_period=8, record="all", **options,
+        inner, rule, ROWS, pulled, order, num_workers=3, communication_period=8,
+        **options,
     )  # fmt: skip
     final = expected.final
     learners = found.final.learners
     assert_close(found.final.center, final.center)
-    assert_close(learners.worker.params, final.workers.params)
+    assert_close(learners.worker, final.workers.worker)
     # After each step with all that follows at once, and so the centers on the way.
     kinds = [event.kind for event in found.timeline.events]
     ends = [i - 1 for i, kind in enumerate(kinds) if i and kind == Kind.STEP]

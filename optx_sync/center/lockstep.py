@@ -59,7 +59,6 @@ from optx_sync.comm.collectives import (
     check_axis_name,
 )
 from optx_sync.comm.reduce import own_weight, reduce
-from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange import landing
 from optx_sync.exchange.all_reduce import all_reduce
@@ -69,6 +68,7 @@ from optx_sync.metrics import SharedInfo
 from optx_sync.options import refuse
 from optx_sync.placement.fields import fact
 from optx_sync.placement.leaves import map_but_counters
+from optx_sync.programs import Elementwise
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -368,9 +368,8 @@ class Lockstep(NamedTuple):
             steps = state.ages[part] + 1
         if options.overlap:
             meets, part, steps = state.waits > 0, (rounds - 1) % number, state.waits
-        kind = None
-        if meet is None:
-            kind = Turns(between, number, options.overlap).kind_of(state)
+        counted = Turns(between, number, options.overlap)
+        kind = counted.kind_of(state) if meet is None else None
         if kind is not None:
             meets, part = kind != QUIET, kind
         turn = Turn(
@@ -386,6 +385,7 @@ class Lockstep(NamedTuple):
             weight=state.weight if options.overlap else None,
             alike=False,
             extra_args=extra_args,
+            counted=counted,
         )
         return turn, due
 
@@ -397,7 +397,7 @@ class Lockstep(NamedTuple):
         weight: jax.Array | None,
     ) -> CenterState:
         """The state with its counters a step later; with `overlap` one part waits."""
-        due, number = jnp.asarray(due), turn.parts.number
+        before, due, number = state, jnp.asarray(due), turn.parts.number
         steps, ages = state.steps_since_round + 1, state.ages
         part = state.global_step % number
         behind = steps
@@ -413,12 +413,14 @@ class Lockstep(NamedTuple):
                 waits=jnp.where(due, behind, jnp.zeros_like(behind)),
                 weight=jnp.where(due, counts, state.weight),
             )
-        return state._replace(
+        after = state._replace(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
             ages=ages,
         )
+        turn.counted.went_on(before, after)
+        return after
 
     def own_step(
         self, before: Worker, worker: Worker, broken: Any

@@ -27,6 +27,7 @@ from optx_sync.center.contract import Round
 from optx_sync.center.fragments import Partition
 from optx_sync.center.inner_state import after_round
 from optx_sync.center.state import norm_of
+from optx_sync.center.turns import Turns
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName
@@ -73,6 +74,7 @@ class Turn(NamedTuple):
         weight: float[], this worker's; `None`: all contributions count the same.
         alike: Whether all weights are 0 or 1.
         extra_args: Of the step.
+        counted: When parts meet, for a host that counts.
     """
 
     num_workers: int
@@ -87,6 +89,7 @@ class Turn(NamedTuple):
     weight: jax.Array | None
     alike: bool
     extra_args: dict[str, Any]
+    counted: Turns
 
     @property
     def at(self) -> Round:
@@ -278,6 +281,8 @@ def in_turn(rounds: Rounds, now: RoundState, turn: Turn) -> RoundState:
 
         return _changed(turn.due, whole, now, settles)
     for part in range(parts.number):
+        if turn.meets(part) is False:
+            continue
 
         def change(seen, part=part):
             return rounds.meet(seen, turn, part)
@@ -364,7 +369,8 @@ def begun(turn: Turn, worker: Worker) -> Worker:
     """The worker whose sums of the part that meets begin anew before its step."""
     parts, accumulated = turn.parts, worker.accumulated
     for part in range(parts.number):
-        one = parts.pick(accumulated, part)
-        one = where(turn.meets(part), zeros_like(one), one)
-        accumulated = parts.put(accumulated, part, one)
+        if (meets := turn.meets(part)) is not False:
+            one = parts.pick(accumulated, part)
+            one = where(meets, zeros_like(one), one)
+            accumulated = parts.put(accumulated, part, one)
     return worker._replace(accumulated=accumulated)

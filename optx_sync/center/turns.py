@@ -8,8 +8,7 @@ by `asked`; rules ask `Turns.kind_of`.
 """
 
 import contextvars
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import jax.core
 
@@ -51,8 +50,13 @@ class Turns(NamedTuple):
 
         It is known where a host says so for the very counters of this state.
         """
-        answer = asked.get(None)
-        return None if answer is None else answer(self, Counters.of(state))
+        host = asked.get(None)
+        return None if host is None else host.kind_of(self, Counters.of(state))
+
+    def went_on(self, state: Any, after: Any) -> None:
+        """Tell a host that counts what the rule has made of its counters."""
+        if (host := asked.get(None)) is not None:
+            host.went_on(self, Counters.of(state), Counters.of(after))
 
     def next(self, now: Counters) -> tuple[int, Counters]:
         """(the kind of the next step, the counters after it), from numbers."""
@@ -74,6 +78,16 @@ class Turns(NamedTuple):
         )
 
 
-Answer: TypeAlias = Callable[[Turns, Counters], int | None]
-# What a host that traces a program says of the counters in it.
-asked: contextvars.ContextVar[Answer] = contextvars.ContextVar("asked")
+class Host(Protocol):
+    """Who traces a program and counts for the rules in it."""
+
+    def kind_of(self, turns: Turns, counters: Counters) -> int | None:
+        """The kind of the step that is traced; `None`: unknown."""
+        ...
+
+    def went_on(self, turns: Turns, counters: Counters, after: Counters) -> None:
+        """The rule has made these of its counters."""
+        ...
+
+
+asked: contextvars.ContextVar[Host] = contextvars.ContextVar("asked")

@@ -16,13 +16,18 @@ from jax.typing import ArrayLike
 from optx_sync import trees
 from optx_sync.checks import refuse_placeholder
 from optx_sync.comm.buffers import BUCKET_BYTES
-from optx_sync.comm.collectives import AxisName, GroupAssignment, axis_size
+from optx_sync.comm.collectives import (
+    AxisName,
+    GroupAssignment,
+    axis_size,
+    check_axis_name,
+)
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize
-from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.contract import Exchange, Met, Scalars, require_dense
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement.fields import holds_center
+from optx_sync.programs import Elementwise, on_pieces
 from optx_sync.trees import Tree
 
 
@@ -148,7 +153,8 @@ class Pieces(Landing):
         self, mean: Tree, state: Tree, params: Tree | None, extra_args: dict[str, Any]
     ) -> tuple[Tree, Tree]:
         """A step of `inner` with the pieces."""
-        updates, now = self.inner.update(mean, state.tree, params, **extra_args)
+        with on_pieces(check_axis_name(self.axis_name)):
+            updates, now = self.inner.update(mean, state.tree, params, **extra_args)
         return updates, dataclasses.replace(
             state, tree=trees.cast_like(now, state.tree)
         )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
+from optx_sync.front import kinds
+from optx_sync.front.kinds import Asked, Kinds
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
@@ -107,30 +109,28 @@ class Step:
         )
         functools.update_wrapper(self, self.fun)
         self.name: str = getattr(self.fun, "__name__", "The step")
-        donated = (1,) if self.donate else ()
-        compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=donated)
-        self.program: Any = compiled(self._run)
-        # JAX gives donated buffers to results of the same shape, in order, whatever
-        # memory they are in. With all arguments kept, in one order, each result gets
-        # its own.
-        self.program_of_two_memories: Any = compiled(self._run, keep_unused=True)
+        self.programs: dict[tuple[_Call, Kinds], Any] = {}
+        self.whole: dict[_Call, Any] = {}  # programs with conditionals
+        # The center rules of a call, and what is known of the state given out last.
+        self.rules: dict[_Call, list[kinds.Rule]] = {}
+        self._counted: list[kinds.Counted] = []
+        self._forms = forms.Forms()
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
-        self.layout().check_devices(self.name)
         call, arrays, batches = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
             self._check_given_once(call, arrays, batches)
-        if any(map(_is_used_up, arrays)):
+        if _are_used_up(arrays):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
                 "buffers hold the newer one. Go on with what that step returned, or "
                 "keep the older one by donate=False."
             )
-        new, results = self._program_for(arrays)(call, arrays, batches)
+        new, results = self._one_step(call, arrays, batches)
         others = results.tree
-        if self.average:
+        if self.average and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
         state = [
@@ -144,16 +144,75 @@ class Step:
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
         call, arrays, batches = self._take_apart(args, kwargs)
-        program = self._program_for(arrays)
+        if call not in self.whole:
+            self.whole[call] = self._program(call, Asked(None))
+        return self._lowered(self.whole[call], arrays, batches)
+
+    def lower_kinds(self, *args: Tree, **kwargs: Tree) -> dict[Kinds, Any]:
+        """The program of each kind of step, lowered for these arguments.
+
+        The keys say for each center rule which part meets, -1 where none does. A step
+        without a center rule, or of too many kinds, has one program, of the key ().
+        """
+        call, arrays, batches = self._take_apart(args, kwargs)
+        asked = Asked(None)
+        jax.eval_shape(functools.partial(self._run, call, asked), arrays, batches)
+        rules = asked.counted
+        return {
+            kind: self._lowered(self._program_of(call, rules, kind), arrays, batches)
+            for kind in kinds.all_kinds(rules)
+        }
+
+    def _lowered(self, program: Any, arrays: Arrays, batches: list[Arrays]) -> Any:
         if not self.layout().is_abstract:
-            return program.lower(call, arrays, batches)
+            return program.lower(arrays, batches)
         platforms = (jax.default_backend(),)  # which no device of the mesh says
-        traced = program.trace(call, arrays, batches)
+        traced = program.trace(arrays, batches)
         return traced.lower(lowering_platforms=platforms)
 
-    def _program_for(self, arrays: Arrays) -> Any:
-        on_host = False
-        return self.program_of_two_memories if on_host else self.program
+    def _one_step(
+        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+    ) -> tuple[Arrays, _Results]:
+        """The state and results after the program of this kind of step."""
+        if call not in self.rules:
+            self.layout().check_devices(self.name)
+            return self._first_step(call, arrays, batches)
+        rules = self.rules[call]
+        now = [
+            known.now if known and known.first is arrays[rule.places[0]] else None
+            for rule, known in itertools.zip_longest(rules, self._counted[: len(rules)])
+        ]
+        counters = [x or rule.read(arrays) for rule, x in zip(rules, now, strict=True)]
+        found = [rule.turns.next(x) for rule, x in zip(rules, counters, strict=True)]
+        program = self._program_of(call, rules, tuple(kind for kind, _ in found))
+        new, results = program(arrays, batches)
+        self._counted = [
+            kinds.Counted(new[rule.places[0]], after)
+            for rule, (_, after) in zip(rules, found, strict=True)
+        ]
+        return new, results
+
+    def _first_step(
+        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+    ) -> tuple[Arrays, _Results]:
+        """The first call of its kind, whose trace shows the center rules in it."""
+        asked = Asked(arrays)
+        program = self._program(call, asked)
+        program.trace(arrays, batches)
+        rules = self.rules[call] = asked.counted
+        if len(rules) < len(asked.rules):  # told of a rule that does not count
+            return self._one_step(call, arrays, batches)
+        self.programs[call, asked.kinds] = program
+        return self._one_step(call, arrays, batches)
+
+    def _program_of(self, call: _Call, rules: list[kinds.Rule], kind: Kinds) -> Any:
+        """The program of one kind of step."""
+        program = self.programs.get((call, kind))
+        if program is None:
+            places = [rule.places for rule in rules]
+            asked = Asked(None, dict(zip(places, kind, strict=True)))
+            program = self.programs[call, kind] = self._program(call, asked)
+        return program
 
     def _check_given_once(
         self, call: _Call, arrays: Arrays, batches: list[Arrays]
@@ -181,14 +240,29 @@ class Step:
     def _take_apart(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[_Call, Arrays, list[Arrays]]:
-        """(what the program is compiled for, the state's arrays, the batches)."""
+        """(what a program is for, the state's arrays, the batches' arrays)."""
         if len(args) < self.state:
             raise TypeError(
                 f"{self.name} has state={self.state}, so its first {self.state} "
                 f"positional arguments are state; got {len(args)}."
             )
-        form, arrays = forms.split(args[: self.state])
+        form, arrays = self._forms.split(args[: self.state])
         batches = [*args[self.state :], *kwargs.values()]
+        parts = [forms.split(batch, numbers=True) for batch in batches]
+        call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
+        if call not in self.rules:
+            self._check_batches(batches)
+        return call, arrays, [arrays for _, arrays in parts]
+
+    def _program(self, call: _Call, asked: Asked) -> Any:
+        """The step of all workers for calls of this kind, not yet compiled."""
+        return jax.jit(
+            functools.partial(self._run, call, asked),
+            donate_argnums=(0,) if self.donate else (),
+        )
+
+    def _check_batches(self, batches: Sequence[Tree]) -> None:
+        """Refuse a state among the batches, which would be split."""
         for number, batch in enumerate(batches, self.state):
             if held.is_state(batch):
                 raise ValueError(
@@ -196,12 +270,9 @@ class Step:
                     f"state: {type(batch).__name__}. With state={self.state} only the "
                     f"first {self.state} are states: pass state={number + 1}."
                 )
-        parts = [forms.split(batch, numbers=True) for batch in batches]
-        call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
-        return call, arrays, [arrays for _, arrays in parts]
 
     def _run(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
     ) -> tuple[Arrays, _Results]:
         """The step of all workers, on arrays."""
         layout, form = self.layout(), call.state
@@ -212,7 +283,7 @@ class Step:
                 zip(call.batches, batches, self._splits(call), strict=True), self.state
             )
         ]
-        fun = with_specs(functools.partial(self._one_worker, call), layout.specs)
+        fun = with_specs(functools.partial(self._one_worker, call, asked), layout.specs)
         for level in reversed(range(len(layout.sizes))):
             own = marks(levels, level)
             fun = map_workers(
@@ -282,15 +353,17 @@ class Step:
         return x, 0
 
     def _one_worker(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
     ) -> tuple[Arrays, _Results]:
         """One worker's step: (the new state's arrays, the other results)."""
         given = call.state.merge(arrays)
         rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
-        returned = self.fun(*given, *args, **kwargs)
+        with asked.tracing(arrays):
+            returned = self.fun(*given, *args, **kwargs)
         new, results = self._sort(call.state, given, returned)
+        asked.came_back(new)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
             if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):
                 raise ValueError(
@@ -339,8 +412,14 @@ def _is_list(x: Tree) -> bool:
     )
 
 
-def _is_used_up(x: Tree) -> bool:
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)()
+def _are_used_up(arrays: Arrays) -> bool:
+    """Whether a later state has the memory of any of these arrays."""
+    kinds = {*map(type, arrays)}
+    if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
+        return False
+    if len(kinds) == 1 and hasattr(kind := kinds.pop(), "is_deleted"):
+        return any(map(kind.is_deleted, arrays))  # no function of Python for each
+    return any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted"))
 
 
 @functools.partial(jax.jit, static_argnums=1)

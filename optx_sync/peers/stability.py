@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.elementwise import eager
 from optx_sync.peers.graphs import Graph
+from optx_sync.programs import as_optax_expects
 
 # For more workers than this the matrices of a cycle are not multiplied out.
 _CHECKED_WORKERS = 128
@@ -81,7 +81,7 @@ def _sgd_of(outer: Outer) -> _Sgd | None:
             seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
-    with eager():
+    with jax.core.eval_context(), as_optax_expects():
         try:
             once, twice = response(1.0), response(2.0)
         except jax.errors.UnexpectedTracerError:

@@ -10,7 +10,6 @@ from optx_sync import checks, trees
 from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName, GroupAssignment
 from optx_sync.comm.reduce import Reduction
-from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract, measures
 from optx_sync.exchange.agree import times
 from optx_sync.exchange.all_reduce import all_reduce
@@ -20,6 +19,7 @@ from optx_sync.exchange.meeting import Meeting
 from optx_sync.metrics import Info, or_none
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
+from optx_sync.programs import Elementwise
 from optx_sync.replicas import owners
 from optx_sync.replicas.landing import Leaves
 from optx_sync.step import take_weight
@@ -318,9 +318,14 @@ def _landing(options: _Options) -> Landing:
     if not options.shard_state:
         return Landing(axis_name, inner, options.group_assignment)
     axes = collectives.check_axis_name(axis_name)
+    option = f"shard_state={options.shard_state!r}"
+    around = (
+        f"optax.chain(oxs.all_reduce_grads({axis_name!r}), optax.clip_by_global_norm("
+        f"1.0), oxs.cross_shard(inner, {axis_name!r}, grads='averaged', {option}))"
+    )
     if options.leaves:
-        return Leaves(axis_name, leaves=owners.Leaves(inner, axes))
-    check = Elementwise(inner, axes, f"shard_state={options.shard_state!r}")
+        return Leaves(axis_name, leaves=owners.Leaves(inner, axes, option, around))
+    check = Elementwise(inner, axes, option, around=around)
     size = options.exchange.bucket_bytes
     return Pieces(axis_name, inner, elementwise=check, bucket_bytes=size)
 

@@ -7,21 +7,16 @@ from leaf i J on, and `inner` works on each of them whole. A leaf that `inner` t
 number by number lies in pieces instead, as with `shard_state=True`.
 """
 
-import re
-from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optx_sync import elementwise
-from optx_sync.elementwise import FAILURES, Elementwise
+from optx_sync import programs
 from optx_sync.exchange.pieces import shapes_too
 from optx_sync.placement.fields import Owned
-from optx_sync.placement.leaves import is_key
+from optx_sync.programs import Elementwise, Leafwise, Mixes, Values
 from optx_sync.trees import Tree, cast_like, path_name
 
 _MASKED = optax.MaskedNode()
@@ -32,6 +27,7 @@ class Group(NamedTuple):
 
     name: str  # the path of the first one
     members: tuple[int, ...]
+    own: frozenset[str]  # the names of the state that each leaf has of its own
 
 
 class Plan(NamedTuple):
@@ -63,7 +59,7 @@ class Plan(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """`inner` on whole leaves and on pieces, and the trials that tell which is which.
+    """`inner` on whole leaves and on pieces, and its program that says which is which.
 
     Attributes:
         inner: The transformation.
@@ -75,40 +71,45 @@ class Leaves(NamedTuple):
 
     inner: optax.GradientTransformationExtraArgs
     axes: tuple[str, ...]
-    option: str = "shard_state='leaves'"
-    around: str = (
-        "optax.chain(oxs.all_reduce_grads('data'), optax.clip_by_global_norm(1.0), "
-        "oxs.cross_shard(inner, 'data', grads='averaged', shard_state='leaves'))"
-    )
+    option: str
+    around: str
 
     def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
         """Which leaves are owned whole: those not elementwise, or those of `names`.
 
         Raises:
             ValueError: What `inner` does to a leaf depends on other leaves, or it
-                cannot be tried.
+                cannot be traced.
         """
         pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in pairs]
+        values = Values()
+        read = self._read(self.inner, treedef.unflatten(shapes), values)
         alike: dict[Any, list[int]] = {}
         for place, x in enumerate(shapes):
             if x.size:
-                label = x.shape, x.dtype, self._treatment(treedef, shapes, place)
+                label = x.shape, x.dtype, read.kinds[place]
                 alike.setdefault(label, []).append(place)
-        firsts = [path_name(pairs[found[0]][0]) for found in alike.values()]
-        groups = list(map(Group, firsts, map(tuple, alike.values())))
-        if names is None:
-            names = {group.name for group in self._whole(treedef, shapes, groups)}
-        return Plan(treedef, tuple(group for group in groups if group.name in names))
+        groups = [
+            Group(path_name(pairs[first][0]), (first, *others), read.own[first])
+            for first, *others in alike.values()
+        ]
+
+        def is_whole(group):
+            place = group.members[0]
+            if names is not None:
+                return group.name in names
+            return self._is_whole(treedef, place, shapes[place], read, values)
+
+        return Plan(treedef, tuple(filter(is_whole, groups)))
 
     def init(self, plan: Plan, rest: Tree, stacks: list[Any]) -> Owned:
         """The state of pieces, and of the leaves of stacks `[J, ...]`."""
         found = {}
         for group, stack in zip(plan.groups, stacks, strict=True):
             alone = self._alone(plan.treedef, group.members[0])
-            found[group.name] = jax.vmap(alone.init, out_axes=_axes(alone, stack))(
-                stack
-            )
+            axes = _axes(alone, group, stack)
+            found[group.name] = jax.vmap(alone.init, out_axes=axes)(stack)
         return Owned(self._split(self.inner.init(rest), rest)[0], found)
 
     def constants(self, rest: Tree) -> list[jax.Array]:
@@ -127,12 +128,13 @@ class Leaves(NamedTuple):
         (own, constants), (rest, stacks) = state, grads
         params = params or (None, [None] * len(stacks))
         whole = self._merged(own.pieces, constants, rest)
-        new, now = self.inner.update(rest, whole, params[0], **extra)
+        with programs.on_pieces(self.axes):
+            new, now = self.inner.update(rest, whole, params[0], **extra)
         pieces, constants = self._split(now, rest)
         updates, found = [], {}
         for group, *given in zip(plan.groups, stacks, params[1], strict=True):
             alone = self._alone(plan.treedef, group.members[0])
-            axes = _axes(alone, given[0])
+            axes = _axes(alone, group, given[0])
 
             def one(state, grads, params, alone=alone):
                 new, now = alone.update(grads, state, params, **extra)
@@ -171,78 +173,31 @@ class Leaves(NamedTuple):
         found, left = iter(jax.tree.leaves(state)), iter(constants)
         return treedef.unflatten(next(left if flag else found) for flag in flags)
 
-    def _treatment(self, treedef, shapes, place: int) -> Hashable:
-        """What `inner` does to one leaf: of equal ones it treats the leaves alike."""
-        own, alone = shapes[place], self._alone(treedef, place)
-
-        def step(grads, state, params):
-            return alone.update(grads, state, params, value=jnp.float32(1))[0]
-
+    def _read(self, inner: Any, tree: Tree, values: Values) -> Leafwise:
+        """What `inner` does to each leaf of a tree, if it acts on each alone."""
         try:
-            with elementwise.as_optax_expects():
-                init, state = jax.make_jaxpr(alone.init, return_shape=True)(own)
-                update = jax.make_jaxpr(step)(own, state, own)
-        except FAILURES as error:
-            raise ValueError(
-                f"{self.option} needs to try inner on each leaf alone, and that "
-                f"failed: {error} Leave {self.option} out."
-            ) from error
-        # The text may contain JAX functions with their addresses, and shows constants
-        # by their shapes alone.
-        text = re.sub(r"0x[0-9a-f]+", "", f"{init}{update}")
-        return text, tuple(map(_value, [*_constants(init), *_constants(update)]))
+            return programs.leafwise(inner, tree, self.axes, values)
+        except Mixes as why:
+            raise ValueError(self._refused(str(why))) from why
 
-    def _whole(self, treedef, shapes, groups: list[Group]) -> list[Group]:
-        """The groups whose leaves must be whole, found by trial."""
-        small = [elementwise.small(x, 3, 2) for x in shapes]
-        # One leaf for each kind of treatment is enough, whatever its size.
-        by_numbers: dict[Hashable, bool] = {}
+    def _is_whole(self, treedef, place: int, x: Any, read: Leafwise, values) -> bool:
+        """Whether a leaf must be whole: `inner` does not act on each number alone."""
+        alone = self._alone(treedef, place)
+        if not read.has(place, self._read(alone, x, values)):
+            raise ValueError(self._refused("its program for one leaf is another one"))
+        try:
+            Elementwise(alone, self.axes, self.option).require(x, constants=True)
+        except Mixes:
+            return True
+        return False
 
-        def is_whole(group):
-            place = group.members[0]
-            kind = self._treatment(treedef, small, place)
-            if kind not in by_numbers:
-                alone = self._alone(treedef, place)
-                check = Elementwise(alone, self.axes, self.option)
-                by_numbers[kind] = check.holds_for(small[place])
-            return not by_numbers[kind]
-
-        whole = list(filter(is_whole, groups))
-        if whole:
-            # Up to three leaves: the first must be whole, and not all are alike.
-            tried = [whole[0].members[0], *whole[0].members[1:2]]
-            others = [g.members[0] for g in groups if g.members[0] not in tried]
-            self._try(treedef, small, [*tried, *others][:3])
-        return whole
-
-    def _try(self, treedef, small, places: list[int]) -> None:
-        """Refuse an `inner` whose update of a leaf depends on other leaves."""
-        with elementwise.eager():
-            drawn = elementwise.draw({place: small[place] for place in places})
-            # A NaN in the first leaf must not reach the others.
-            for place in places[1:]:
-                drawn[1][place] = np.nan_to_num(drawn[1][place], nan=1.0)
-            together, *alone = elementwise.updates_of(
-                self.inner,
-                self.axes,
-                *(
-                    [_only(treedef, {k: x[k][None] for k in some}) for x in drawn]
-                    for some in (places, *([place] for place in places))
-                ),
-            )
-        for place, own in zip(places, alone, strict=True):
-            one, two = (treedef.flatten_up_to(x)[place][0] for x in (together, own))
-            # By the size of a leaf's update: it may be a millionth of the leaf.
-            size = np.abs(np.nan_to_num(two))
-            size = size.max(axis=tuple(range(2, two.ndim)), keepdims=True)
-            if not np.allclose(one, two, rtol=1e-3, atol=1e-5 * size, equal_nan=True):
-                raise ValueError(
-                    f"{self.option} gives inner each leaf where it is owned, but with "
-                    "this inner the update of a leaf depends on the others, as with "
-                    "clip_by_global_norm, or with rates that are estimated from all "
-                    f"leaves (Prodigy, DoG). Leave {self.option} out, or put what "
-                    f"needs all leaves into a chain around it: {self.around}."
-                )
+    def _refused(self, why: str) -> str:
+        return (
+            f"{self.option} gives inner each leaf where it is owned, which is right "
+            "for transformations that act on each leaf alone, such as Muon; but with "
+            f"this one {why}. Put what needs all leaves into a chain around it: "
+            f"{self.around}. Or leave {self.option} out."
+        )
 
     def _alone(self, treedef, place: int) -> optax.GradientTransformationExtraArgs:
         """`inner` for one leaf, which is given as an array."""
@@ -267,72 +222,19 @@ def padded(stack: jax.Array, replicas: int) -> jax.Array:
     return jnp.pad(stack, [(0, missing)] + [(0, 0)] * (stack.ndim - 1))
 
 
-def _axes(alone: optax.GradientTransformationExtraArgs, stack: Any) -> Tree:
+def _axes(alone: optax.GradientTransformationExtraArgs, group: Group, x: Any) -> Tree:
     """Of the state of stacked leaves: 0 for what each leaf has of its own, else `None`.
 
     That are arrays, and scalars that depend on the leaf.
     """
-
-    def update(x, state):
-        return alone.update(x, state, x, value=jnp.float32(1))[1]
-
-    x = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
-    with elementwise.as_optax_expects():
+    x = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    with programs.as_optax_expects():
         state = jax.eval_shape(alone.init, x)
-        leaves, structure = jax.tree.flatten(state)
-        numbers = range(len(leaves))
 
-        def axes(own):
-            return structure.unflatten(0 if k in own else None for k in numbers)
+    def axis(path, x):
+        return 0 if x.ndim or path_name(path) in group.own else None
 
-        own, found = set(), {k for k in numbers if leaves[k].ndim}
-        found = found | _mapped(alone.init, (0,), x)
-        # A scalar that becomes a leaf's own may make others so a step later.
-        while found != own:
-            own = found
-            found = own | _mapped(update, (0, axes(own)), x, state)
-    return axes(own)
-
-
-def _mapped(function: Callable[..., Tree], axes: Tree, *given: Any) -> set[int]:
-    """The numbers of the results that depend on any argument of axis 0."""
-    found: set[int] = set()
-    watch = jax.custom_batching.custom_vmap(lambda *results: results)
-
-    @watch.def_vmap
-    def _(size, mapped, *results):  # it is called if any depends on the axis
-        del size
-        found.update(number for number, depends in enumerate(mapped) if depends)
-        return results, tuple(mapped)
-
-    def run(*given):
-        watch(*jax.tree.leaves(function(*given)))
-
-    def row(axis, x):
-        return x if axis is None else jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-
-    rows = jax.tree.map(row, axes, given, is_leaf=lambda axis: axis is None)
-    jax.eval_shape(jax.vmap(run, in_axes=axes, axis_size=1), *rows)
-    return found
-
-
-def _constants(closed: Any) -> Iterator[Any]:
-    """The values that a program holds, also in the functions that it calls."""
-    yield from getattr(closed, "consts", ())
-    for equation in getattr(closed, "jaxpr", closed).eqns:
-        for x in jax.tree.leaves([*equation.params.values()]):
-            if hasattr(getattr(x, "jaxpr", x), "eqns"):
-                yield from _constants(x)
-
-
-def _value(x: Any) -> Hashable:
-    """Equal for equal arrays, where they can be read; else the array's identity."""
-    if isinstance(x, jax.core.Tracer) or is_key(x):
-        return id(x)
-    if isinstance(x, jax.Array) and not x.is_fully_replicated:
-        return id(x)
-    x = np.asarray(x)
-    return x.shape, x.dtype.str, x.tobytes()
+    return jax.tree_util.tree_map_with_path(axis, state)
 
 
 def _only(treedef, found: dict[int, Any]) -> Tree:

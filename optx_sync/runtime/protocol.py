@@ -58,11 +58,6 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     return Book(entries, epoch, every, handed=epoch)
 
 
-def restored(book: Book, entries: tuple[Entry, ...], saved: tuple[int, ...]) -> Book:
-    """The book of a server that is restored from the newest of `saved`."""
-    return book._replace(entries=entries, saved=saved)
-
-
 # Requests to a server.
 
 
@@ -141,8 +136,7 @@ class Decision(NamedTuple):
 
     book: Book
     answer: Answer
-    # "apply" the push, repeat the last answer ("again"), or nothing.
-    action: str = ""
+    applies: bool = False  # whether it applies a push
 
 
 def decide(book: Book, request: Request) -> Decision:
@@ -186,7 +180,7 @@ def _send(book: Book, entry: Entry, request: Send) -> Decision:
     worker, place = request.worker, entry.places[request.part]
     name = (request.incarnation, request.serial)
     if place.last == name:
-        return Decision(book, standing(book, worker), "again")
+        return Decision(book, standing(book, worker))
     if request.round != place.round + 1:
         over = request.round <= place.round
         why = (
@@ -199,9 +193,8 @@ def _send(book: Book, entry: Entry, request: Send) -> Decision:
         return Decision(book, Refused(message))
     place = Place(request.round, name, place.used + 1)
     book = _with_place(book, worker, request.part, place)
-    return Decision(
-        book._replace(since=book.since + 1), standing(book, worker), "apply"
-    )
+    book = book._replace(since=book.since + 1)
+    return Decision(book, standing(book, worker), applies=True)
 
 
 def dropped(book: Book, worker: int, part: int) -> Book:

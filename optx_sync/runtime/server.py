@@ -264,8 +264,7 @@ class Server:
         place = self.parts.index(part)
         with self._changed:
             self._wait_for(worker, place, timeout)
-            number = self._book.entries[worker].places[place].round
-            return self._held[place].reply_again(worker)._replace(round=number)
+            return self._reply_again(worker, place)
 
     def _wait_for(self, worker: int, place: int, seconds: float) -> None:
         held = self._held[place]
@@ -399,7 +398,7 @@ class Server:
         if problem:
             return protocol.Refused(problem), None
         self._heard[request.worker] += 1
-        book, answer, action = protocol.decide(self._book, request)
+        book, answer, applies = protocol.decide(self._book, request)
         worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
             if push is not None:
@@ -407,10 +406,9 @@ class Server:
             return answer, None
         if isinstance(answer, protocol.Turned):
             return answer, None
-        if action == "apply" and isinstance(request, protocol.Send):
+        if applies and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
         self._book = book
-        reply, part = None, 0
         match request:
             case protocol.Enter():
                 if not request.above:
@@ -418,16 +416,16 @@ class Server:
                 return answer, self._joined(worker)
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
-            case protocol.Stay():
-                reply, part = self._held[request.part].reply_again(worker), request.part
             case protocol.Send():
                 self._note("retry", worker, push=push)
-                reply, part = self._held[request.part].reply_again(worker), request.part
-        if reply is not None:
-            number = self._book.entries[worker].places[part].round
-            reply = reply._replace(round=number)
-        busy = reply is not None and reply.waiting
-        return protocol.standing(self._book, worker, busy), reply
+        reply = self._reply_again(worker, request.part)
+        return answer._replace(busy=reply.waiting), reply
+
+    def _reply_again(self, worker: int, place: int) -> Reply:
+        """The answer to a worker's last push of a part, or that it is to wait."""
+        reply = self._held[place].reply_again(worker)
+        number = self._book.entries[worker].places[place].round
+        return reply._replace(round=number)
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
@@ -543,7 +541,7 @@ class Server:
             )
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
-            self._book = protocol.restored(self._book, entries, saved)
+            self._book = self._book._replace(entries=entries, saved=saved)
             if self._ledger is not None and "ledger" in notes:
                 joined = {w for w, entry in enumerate(entries) if entry.incarnation}
                 self._ledger.restore(notes["ledger"], joined if comes_back else set())

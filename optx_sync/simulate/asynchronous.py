@@ -13,50 +13,50 @@ from jax.typing import ArrayLike
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
-from optx_sync.center.fragments import (
-    Fragments,
-    steps_between,
-)
+from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.simulate.engine import Engine, engine_of, with_powers
+from optx_sync.simulate.engine import Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
+from optx_sync.trees import Tree, row_of, with_row, zeros_like
 
 
-class Pending(NamedTuple):
-    """A contribution on its way, before the center absorbs it."""
+class OnTheWay(NamedTuple):
+    """A worker's contribution on its way to the center."""
 
-    values: Tree  # like the center
-    steps: Int32[Array, ""]  # `Round.steps` of its round
+    values: Tree  # like the center: the part that it is to, zeros elsewhere
+    steps: Int32[Array, ""]  # behind it
     counts: Bool[Array, ""]  # whether the center absorbs it
 
 
 class WorkerState(NamedTuple):
-    """State of one worker; of all workers with a worker axis in front, [N, ...]."""
+    """State of one worker; of all workers with a worker axis in front, [N, ...].
 
-    params: Tree
-    inner: Tree  # state of the workers' own optimizer
-    taken: Tree  # the center that it took last, or () if the rule does not read it
-    accumulated: Tree  # its sum since its last round, or ()
+    Attributes:
+        params: Its parameters, those of its `worker`, as are the next three.
+        inner: The state of its own optimizer.
+        taken: The center that it took last, or () if the rule does not read it.
+        accumulated: Its sum since its last round, or ().
+    """
+
+    worker: Worker
     exchange: Tree  # the memory of the code of its pushes, for each part, or ()
     local_step: Int32[Array, ""]  # its steps
-    steps_since_round: Int32[Array, ""]
     rounds: Int32[Array, ""]  # its rounds
-    # The next three are [P], one number for each of P parts, or scalars without parts.
-    tokens: Float[Array, "*parts"]  # since its last round
-    seen: Int32[Array, "*parts"]  # `applied` when it took the center
-    ages: Int32[Array, "*parts"]  # its steps since its last round
-    pending: Any  # with `delay`, its contribution on the way, a `Pending`; or ()
+    # The next three have a number for each part.
+    tokens: Float[Array, " parts"]  # since its last round
+    seen: Int32[Array, " parts"]  # `applied` when it took the center
+    ages: Int32[Array, " parts"]  # its steps since its last round
+    pending: Any  # with `delay`, its contribution `OnTheWay`; or ()
     broken: Any  # bool[], whether it was not finite since its last round; or ()
 
-    @property
-    def worker(self) -> Worker:
-        """What the rule knows of it."""
-        return Worker(self.params, self.inner, self.taken, self.accumulated)
+    params = property(lambda self: self.worker.params)
+    inner = property(lambda self: self.worker.inner)
+    taken = property(lambda self: self.worker.taken)
+    accumulated = property(lambda self: self.worker.accumulated)
 
 
 class AsynchronousState(NamedTuple):
@@ -114,7 +114,8 @@ def asynchronous(
         x_w \leftarrow \text{take}(x_w, c, c')
 
     No other worker pushes between the two. With `mean_over="workers"` the contribution
-    is divided by N. All workers and the center start at `params`.
+    is divided by N. All workers and the center start at `params`. It is `decoupled`
+    with meetings of one, in a given order of steps and not in that of a clock.
 
     It reproduces recorded runs of TensorFlow's `ElasticAverageOptimizer` and
     `AGNOptimizer` to 1e-6. There the running powers of Adam's betas advance both in a
@@ -138,7 +139,8 @@ def asynchronous(
             all.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part k
             mod P.
-        delay: As in `center_variable`, in steps of the worker.
+        delay: A worker's steps from its contribution until the center absorbs it and
+            the worker takes the center; what it made meanwhile is overwritten.
         drop_nonfinite: As in `center_variable`.
         record: Which history of `params` and `center` to keep. `None`: all, or every
             n-th event so that it takes at most 256 MB. `"all"`. An int n: every n-th. A
@@ -185,7 +187,7 @@ def asynchronous(
     engine, params = engine_of(
         call, inner, rule, params, grad_fn, num_workers=num_workers, weigh=weigh,
         communication_period=communication_period, exchange=exchange,
-        fragments=fragments,
+        fragments=fragments, drop_nonfinite=drop_nonfinite,
     )  # fmt: skip
     if engine.rule.weigh is not None and (fragments is not None or delay):
         raise ValueError(
@@ -200,55 +202,51 @@ def asynchronous(
             f"shape {behind.shape}."
         )
     between = steps_between(communication_period, engine.parts.number, delay)
-    run = _Run(engine, drop_nonfinite, delay, between)
+    run = _Run(engine, delay, between)
     machine, events = (run.start(params), params), (workers, jnp.float32(behind))
-    (final, _), counts, views, recorded, kept = replay(
-        run.advance, run.view, machine, events, record
-    )
-    # What `view` and `advance` return stands in the order of the record's fields.
-    in_order = (*views, kept, *counts, recorded, final, max(engine.part_bytes(params)))
-    return AsynchronousRecord._make(in_order)
+    done = replay(run.advance, run.view, machine, events, record)
+    (final, _), (local_step, global_step) = done.state, done.values
+    (each, centers), push_bytes = done.views, max(engine.part_bytes)
+    return AsynchronousRecord(
+        each, centers, done.events, local_step, global_step, done.recorded, final,
+        push_bytes,
+    )  # fmt: skip
 
 
-_State: TypeAlias = AsynchronousState
 # All workers, and the parameters of the one that stepped.
-_Machine: TypeAlias = tuple[_State, Tree]
+_Machine: TypeAlias = tuple[AsynchronousState, Tree]
 
 
 class _Run(NamedTuple):
-    """The checked arguments of `asynchronous`, and the functions of a run."""
+    """The checked arguments of `asynchronous`: who steps, and when it meets the center.
+
+    What a meeting does to the arrays, its `engine` says.
+    """
 
     engine: Engine
-    drop_nonfinite: bool
     delay: int
     between: Period  # steps from one exchange of a worker to its next
 
     def start(self, params: Tree) -> AsynchronousState:
         """The initial state: all workers and the center at the parameters."""
-        number = self.engine.parts.number
-        center, count = work.start_center(params), jnp.zeros((), jnp.int32)
-        each = number if number > 1 else ()
-        own, codes = self.engine.start(params, center)
+        engine, center = self.engine, work.start_center(params)
+        own, codes = engine.start(params, center)
+        zero, zeros = jnp.int32(0), jnp.zeros(engine.parts.number, jnp.int32)
+        pending = OnTheWay(zeros_like(center), zero, jnp.bool_(False))
         worker = WorkerState(
-            **own._asdict(),
+            worker=own,
             exchange=codes,
-            local_step=count,
-            steps_since_round=count,
-            rounds=count,
-            tokens=jnp.zeros(each, jnp.float32),
-            seen=jnp.zeros(each, jnp.int32),
-            ages=jnp.zeros(each, jnp.int32),
-            pending=Pending(zeros_like(center), count, jnp.bool_(False))
-            if self.delay
-            else (),
-            broken=jnp.bool_(False) if self.drop_nonfinite else (),
+            local_step=zero,
+            rounds=zero,
+            tokens=zeros.astype(jnp.float32),
+            seen=zeros,
+            ages=zeros,
+            pending=pending if self.delay else (),
+            broken=jnp.bool_(False) if engine.drop_nonfinite else (),
         )
+        workers = stack(worker, engine.at.num_workers, None)
         return AsynchronousState(
-            workers=stack(worker, self.engine.at.num_workers, None),
-            center=center,
-            outer=self.engine.start_outer(center),
-            global_step=count,
-            applied=count,
+            workers, center, engine.start_outer(center), zero, zero
         )
 
     def advance(self, machine: _Machine, event: Any) -> tuple[_Machine, Any]:
@@ -273,19 +271,16 @@ class _Run(NamedTuple):
 
     # From here on `now.workers` is the one of the event.
 
-    def step(self, place: Any, number: Any, tokens: Any, now: _State) -> _State:
+    def step(
+        self, place: Any, number: Any, tokens: Any, now: AsynchronousState
+    ) -> AsynchronousState:
         """A worker makes a step, and meets the center if it is due."""
         engine, own = self.engine, now.workers
-        before, steps = own.worker, own.steps_since_round + 1
+        steps = own.ages.min() + 1  # since its last round, of whichever part
         due = work.is_due(self.between, steps, own.local_step)
-        worker = engine.walk(before, now.center, place, number, steps)
-        if self.drop_nonfinite:
-            own = own._replace(broken=own.broken | ~is_finite(worker.params))
-            worker = work.stand_still(before, worker, own.broken)
+        own = engine.walk(own, now.center, place, number, steps)
         own = own._replace(
-            **worker._asdict(),
             local_step=own.local_step + 1,
-            steps_since_round=steps,
             tokens=own.tokens + tokens,
             ages=own.ages + 1,
         )
@@ -296,56 +291,48 @@ class _Run(NamedTuple):
             now = self.of_turn(lands, own.rounds - 1, self.arrive, now)
         return self.of_turn(due, own.rounds, self.meet, now)
 
-    def of_turn(self, due: Any, rounds: Any, change: Any, now: _State) -> _State:
+    def of_turn(
+        self, due: Any, rounds: Any, change: Any, now: AsynchronousState
+    ) -> AsynchronousState:
         """`change(the part whose turn it is, now)` if due, else now."""
         number = self.engine.parts.number
         branches = [functools.partial(change, part) for part in range(number)]
         turn = jnp.where(due, rounds % number, number)
         return jax.lax.switch(turn, [*branches, lambda same: same], now)
 
-    def meet(self, part: int, now: _State) -> _State:
+    def meet(self, part: int, now: AsynchronousState) -> AsynchronousState:
         """A worker contributes to a part, and takes it at once or sends it off."""
-        engine, rule, own = self.engine, self.engine.rule, now.workers
-        i = part if engine.parts.number > 1 else ()
+        engine, own = self.engine, now.workers
         at = engine.at._replace(
-            steps=own.ages[i],
-            staleness=now.applied - own.seen[i],
-            tokens=own.tokens[i],
+            steps=own.ages[part],
+            staleness=now.applied - own.seen[part],
+            tokens=own.tokens[part],
             num_pushed=own.rounds + 1,
         )
-        worker, brought = engine.bring(part, own.worker, now.center, at)
-        well = jnp.bool_(True)
-        if self.drop_nonfinite:
-            well = ~own.broken & is_finite(brought)
-        brought = work.share_of_one(rule, brought, at)
-        brought, codes = engine.sent(part, brought, own.exchange)
-        brought, counts = work.weigh_alone(rule, brought, at)
+        own, brought, well = engine.bring(part, own, now.center, at)
+        brought, counts = work.weigh_alone(engine.rule, brought, at)
         counts &= well
         applied = now.applied + counts.astype(jnp.int32)
         own = own._replace(
-            **worker._asdict(),
-            exchange=where(well, codes, own.exchange) if self.drop_nonfinite else codes,
-            steps_since_round=jnp.zeros_like(own.rounds),
             rounds=own.rounds + 1,
-            tokens=own.tokens.at[i].set(0),
-            seen=own.seen.at[i].set(applied),
-            ages=own.ages.at[i].set(0),
+            tokens=own.tokens.at[part].set(0),
+            seen=own.seen.at[part].set(applied),
+            ages=own.ages.at[part].set(0),
             broken=zeros_like(own.broken),
         )
-        step = now.global_step + 1
-        now = now._replace(workers=own, global_step=step, applied=applied)
         if self.delay:
             values = engine.parts.put(own.pending.values, part, brought)
-            own = own._replace(pending=Pending(values, at.steps, counts))
-            now = now._replace(workers=own)
-        else:
+            own = own._replace(pending=OnTheWay(values, at.steps, counts))
+        step = now.global_step + 1
+        now = now._replace(workers=own, global_step=step, applied=applied)
+        if not self.delay:
             now = self.land(part, now, brought, counts, at)
-        if not self.drop_nonfinite:
+        if not engine.drop_nonfinite:
             return now
         worker = work.mend(engine.inner, now.workers.worker, now.center, well)
-        return now._replace(workers=now.workers._replace(**worker._asdict()))
+        return now._replace(workers=now.workers._replace(worker=worker))
 
-    def arrive(self, part: int, now: _State) -> _State:
+    def arrive(self, part: int, now: AsynchronousState) -> AsynchronousState:
         """What a worker sent off lands."""
         values, steps, counts = now.workers.pending
         at = self.engine.at._replace(steps=steps)
@@ -353,18 +340,10 @@ class _Run(NamedTuple):
         return self.land(part, now, total, counts, at)
 
     def land(
-        self, part: int, now: _State, total: Tree, counts: Any, at: Round
-    ) -> _State:
+        self, part: int, now: AsynchronousState, total: Tree, counts: Any, at: Round
+    ) -> AsynchronousState:
         """The center absorbs a contribution, if it counts, and its worker takes it."""
-        engine, worker = self.engine, now.workers.worker
-        drops = self.drop_nonfinite or engine.rule.weigh is not None
-        shared = engine.rule.outer is engine.inner
-        (center, outer), before, after = engine.absorb(
-            part, Center(now.center, now.outer), total, counts if drops else None,
-            powers=worker.inner if shared else None, num_workers=at.num_workers,
-        )  # fmt: skip
-        if shared:
-            worker = worker._replace(inner=with_powers(worker.inner, after.outer))
-        worker = engine.take(part, worker, before.value, after.value, at)
-        own = now.workers._replace(**worker._asdict())
-        return now._replace(workers=own, center=center, outer=outer)
+        engine, center = self.engine, Center(now.center, now.outer)
+        own, center, around = engine.land(part, now.workers, center, total, counts)
+        own = engine.take(part, own, around, at)
+        return now._replace(workers=own, center=center.value, outer=center.outer)

@@ -33,7 +33,7 @@ from optx_sync.simulate.clock import (
     check_number,
     clock,
 )
-from optx_sync.simulate.engine import Engine, engine_of
+from optx_sync.simulate.engine import Around, Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, replay
 from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
 
@@ -133,7 +133,7 @@ def decoupled(
 
     where merge is the weighted mean, or that of `meet`, and each worker takes the
     answer when `clock` says. If K is the number of workers, all are equally fast and
-    nothing takes time, it is `oxs.diloco(fragments=, delay=)` in lockstep. With
+    nothing takes time, it is `oxs.diloco(fragments=)` in lockstep. With
     `oxs.runtime.one()` and without `delay` it is `asynchronous` in the order of
     `clock`; with `delay` the center absorbs a contribution when it arrives, and in
     `asynchronous` when its worker takes the answer.
@@ -152,7 +152,8 @@ def decoupled(
         communication_period: H; see `clock`.
         exchange: How a worker compresses its pushes; see `asynchronous`.
         fragments: As in `center_variable`: P parts, which meet one by one.
-        delay: Steps from a contribution to its answer.
+        delay: A worker's steps from its contribution until it takes the answer; what it
+            made meanwhile is overwritten.
         link: Seconds of messages, whose bytes are those of the parts.
         failures: Each `(worker, dies at, is back at)`.
         tokens: Behind each step.
@@ -193,7 +194,7 @@ def decoupled(
     call = "oxs.simulate.decoupled(optax.sgd(0.1), oxs.rules.diloco(), ...)"
     meet = check_meet(meet)
     engine, params = engine_of(
-        call, inner, rule, params, grad_fn, weigh=weigh,
+        call, inner, rule, params, grad_fn, weigh=weigh, alone=not meet.shared,
         num_workers=check_number(seconds, num_workers), exchange=exchange,
         communication_period=communication_period, fragments=fragments,
     )  # fmt: skip
@@ -204,13 +205,14 @@ def decoupled(
     )  # fmt: skip
     merge = check_exchange(meet.merge, all_reduce())
     refuse(_Terms(engine.rule, meet, merge, delay or 0), _NOT_DECOUPLED)
-    run = _Run(engine, merge, alone=not meet.shared, goes_on=bool(delay))
-    final, _, (each, centers), recorded, kept = replay(
-        run.advance, run.view, run.start(params), _rows(timeline), record
+    run = _Run(engine, merge, goes_on=bool(delay))
+    events = _rows(timeline)
+    done = replay(run.advance, run.view, run.start(params), events, record)
+    each, centers = done.views
+    happened = np.array([event.second for event in timeline.events])[done.events]
+    return DecoupledRecord(
+        each, centers, done.events, happened, done.recorded, done.state, timeline
     )
-    happened = np.array([event.second for event in timeline.events])
-    known = {"recorded": recorded, "final": final, "timeline": timeline}
-    return DecoupledRecord(each, centers, kept, happened[kept], **known)
 
 
 _Row: TypeAlias = Any  # a `Happening` whose fields are arrays; `come` is bool[N]
@@ -235,7 +237,6 @@ class _Run(NamedTuple):
 
     engine: Engine
     merge: Exchange
-    alone: bool  # whether each contribution is absorbed alone
     goes_on: bool  # whether a worker steps between its push and its answer
 
     def start(self, params: Tree) -> DecoupledState:
@@ -263,8 +264,8 @@ class _Run(NamedTuple):
     ) -> tuple[DecoupledState, tuple[()]]:
         """The state after an event: a meeting that closes, or what one worker does."""
         row, _ = event
-        close, closes = self.of_part(self.close), row.kind == Kind.CLOSE
-        return jax.lax.cond(closes, close, self.act, state, row), ()
+        close = self.of_part(self.land if self.engine.alone else self.close)
+        return jax.lax.cond(row.kind == Kind.CLOSE, close, self.act, state, row), ()
 
     def act(self, state: DecoupledState, row: _Row) -> DecoupledState:
         """What one worker does, which moves nothing but its own."""
@@ -290,8 +291,7 @@ class _Run(NamedTuple):
 
     def step(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker makes a step of its own."""
-        of_step = row.worker, row.number, row.steps
-        return own._replace(worker=self.engine.walk(own.worker, center, *of_step))
+        return self.engine.walk(own, center, row.worker, row.number, row.steps)
 
     def back(self, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that had died starts from the center."""
@@ -304,20 +304,9 @@ class _Run(NamedTuple):
         known = {"steps": row.steps, "tokens": row.tokens, "num_pushed": row.number}
         return self.engine.at._replace(staleness=row.staleness, **known)
 
-    def bring(
-        self, part: int, own: Learner, center: Tree, row: _Row
-    ) -> tuple[Learner, Tree]:
-        """(the worker with its sums reset, its contribution to a part)."""
-        engine, at = self.engine, self.round_of(row)
-        worker, brought = engine.bring(part, own.worker, center, at)
-        if self.alone:
-            brought = work.share_of_one(engine.rule, brought, at)
-        brought, codes = engine.sent(part, brought, own.exchange)
-        return own._replace(worker=worker, exchange=codes), brought
-
     def push(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that will go on sends its contribution to a part."""
-        own, brought = self.bring(part, own, center, row)
+        own, brought, _ = self.engine.bring(part, own, center, self.round_of(row))
         return own._replace(sent=self.engine.parts.put(own.sent, part, brought))
 
     def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
@@ -326,8 +315,8 @@ class _Run(NamedTuple):
         if self.goes_on:
             brought = parts.pick(own.sent, part)
         else:
-            own, brought = self.bring(part, own, center, row)
-        if self.alone:
+            own, brought, _ = self.engine.bring(part, own, center, at)
+        if self.engine.alone:
             brought, weight = work.weigh_alone(rule, brought, at)
         else:
             factor = work.factor_of(rule, at)
@@ -340,25 +329,32 @@ class _Run(NamedTuple):
     def late(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution is dropped, and its worker answered with the center."""
         if not self.goes_on:
-            own, _ = self.bring(part, own, center, row)
+            own, *_ = self.engine.bring(part, own, center, self.round_of(row))
         now = self.engine.parts.pick(center, part)
-        return self.answered(part, own, now, now)
+        return self.answered(part, own, (now, now))
 
-    def answered(self, part: int, own: Learner, before: Tree, after: Tree) -> Learner:
+    def answered(self, part: int, own: Learner, around: Around) -> Learner:
         """A worker for which an answer is on its way."""
-        put = self.engine.parts.put
+        put, (before, after) = self.engine.parts.put, around
         if not is_nothing(own.before):
             own = own._replace(before=put(own.before, part, before))
         return own._replace(after=put(own.after, part, after))
 
     def take(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker takes its answer."""
-        engine, at = self.engine, self.engine.at._replace(steps=row.steps)
-        after = engine.parts.pick(own.after, part)
-        before = after
-        if not is_nothing(own.before):
-            before = engine.parts.pick(own.before, part)
-        return own._replace(worker=engine.take(part, own.worker, before, after, at))
+        engine, pick = self.engine, self.engine.parts.pick
+        around = pick(own.before, part), pick(own.after, part)
+        return engine.take(part, own, around, engine.at._replace(steps=row.steps))
+
+    def land(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
+        """The center absorbs what one worker has brought alone, and answers."""
+        engine, who = self.engine, jnp.argmax(row.come)
+        own, center = row_of(state.learners, who), Center(state.center, state.outer)
+        brought, counts = engine.parts.pick(own.brought, part), own.weights[part] > 0
+        own, center, around = engine.land(part, own, center, brought, counts)
+        own = self.answered(part, own, around)
+        learners = with_row(state.learners, who, own)
+        return DecoupledState(learners, *center, state.params)
 
     def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what has come to a meeting, and answers."""
@@ -366,24 +362,19 @@ class _Run(NamedTuple):
         weights = jnp.where(row.come, learners.weights[:, part], 0)
         brought = jax.vmap(lambda x: engine.parts.pick(x, part))(learners.brought)
         total = self.merged(brought, row.come, weights)
-        # As in lockstep, an outer optimizer sees the workers of a meeting as one.
-        alone = {"num_workers": engine.at.num_workers} if self.alone else {}
         counts = None if engine.rule.weigh is None else jnp.any(weights > 0)
-        center, before, after = engine.absorb(
-            part, Center(state.center, state.outer), total, counts, **alone
-        )
+        center = Center(state.center, state.outer)
+        # As in lockstep, an outer optimizer sees the workers of a meeting as one.
+        center, around = engine.absorb(part, center, total, counts)
 
         def answer(own, has_come):
-            new = self.answered(part, own, before.value, after.value)
-            return where(has_come, new, own)
+            return where(has_come, self.answered(part, own, around), own)
 
         learners = jax.vmap(answer)(learners, row.come)
         return DecoupledState(learners, *center, state.params)
 
     def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
         """The sum or mean of what has come, by their weights."""
-        if self.alone:
-            return row_of(brought, jnp.argmax(come))
 
         def of_one(tree, weight):
             # What others hold is of earlier meetings, and counts for nothing.

@@ -2,10 +2,12 @@
 """What happens to the arrays of a worker and of the center, whoever says when.
 
 `asynchronous` calls it in a given order of workers, `decoupled` in that of a clock.
+Where each contribution meets the center alone, both do the same in the same calls:
+`walk`, `bring`, `land`, `take`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,10 @@ from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
 from optx_sync.optimizers.rule import RuleState
 from optx_sync.simulate.replay import GradFn
-from optx_sync.trees import Tree, where
+from optx_sync.trees import Tree, is_finite, where
+
+# A part of the center before and after a meeting.
+Around: TypeAlias = tuple[Tree, Tree]
 
 
 def engine_of(
@@ -35,6 +40,8 @@ def engine_of(
     exchange: Exchange | None,
     fragments: Fragments | None,
     weigh: Weigh | None,
+    alone: bool = True,
+    drop_nonfinite: bool = False,
 ) -> tuple["Engine", Tree]:
     """(the engine of checked arguments, the parameters as arrays of JAX)."""
     inner = check_inner(inner, call)
@@ -47,11 +54,17 @@ def engine_of(
     params = jax.tree.map(jnp.asarray, params)
     parts = Partition(check_fragments(fragments), work.start_center(params))
     at = Round(num_workers, contract.static_period(period), 1)
-    return Engine(inner, rule, exchange, parts, at, grad_fn), params
+    engine = Engine(inner, rule, exchange, parts, at, grad_fn, alone, drop_nonfinite)
+    return engine, params
 
 
 class Engine(NamedTuple):
-    """The phases of a round: those of `center.worker`, for one part of P."""
+    """The phases of a round: those of `center.worker`, for one part of P.
+
+    What one worker holds, `own`, is a NamedTuple with the fields `worker`, `exchange`
+    (what the code of its pushes remembers, for each part) and, with `drop_nonfinite`,
+    `broken` (bool[], whether it was not finite since its last round).
+    """
 
     inner: optax.GradientTransformationExtraArgs
     rule: CenterRule
@@ -59,6 +72,8 @@ class Engine(NamedTuple):
     parts: Partition
     at: Round  # N and the period, and nothing of a round
     grad_fn: GradFn
+    alone: bool  # whether each contribution is absorbed alone
+    drop_nonfinite: bool
 
     def start(self, params: Tree, center: Tree) -> tuple[Worker, Tree]:
         """(a worker that starts from the center, what its code remembers)."""
@@ -87,72 +102,87 @@ class Engine(NamedTuple):
         parts = self.parts.split(jax.eval_shape(work.start_center, params))
         return [float(coded.bytes_of(messages(part))) for part in parts]
 
-    def walk(
-        self, worker: Worker, center: Tree, who: Any, number: Any, steps: Any
-    ) -> Worker:
+    def walk(self, own: Any, center: Tree, who: Any, number: Any, steps: Any) -> Any:
         """A worker makes a step of its own, the `steps`-th since it contributed."""
-        grads = self.grad_fn(who, worker.params, number)
-        check_grads(grads, worker.params)
+        grads = self.grad_fn(who, own.worker.params, number)
+        check_grads(grads, own.worker.params)
         at = self.at._replace(steps=steps)
-        return work.walk(self.inner, self.rule, worker, center, grads, at)
+        worker = work.walk(self.inner, self.rule, own.worker, center, grads, at)
+        if self.drop_nonfinite:
+            own = own._replace(broken=own.broken | ~is_finite(worker.params))
+            worker = work.stand_still(own.worker, worker, own.broken)
+        return own._replace(worker=worker)
 
     def bring(
-        self, part: int, worker: Worker, center: Tree, at: Round
-    ) -> tuple[Worker, Tree]:
-        """(the worker with its sums of a part reset, its contribution to it)."""
-        pick = self.parts.pick
-        cut = Worker(*(pick(x, part) for x in worker._replace(inner=())))
-        cut, brought = work.bring(self.rule, cut, pick(center, part), at)
-        sums = self.parts.put(worker.accumulated, part, cut.accumulated)
-        return worker._replace(accumulated=sums), brought
+        self, part: int, own: Any, center: Tree, at: Round
+    ) -> tuple[Any, Tree, Any]:
+        """(a worker with its sums of a part reset, its contribution, if all is well).
 
-    def sent(self, part: int, brought: Tree, codes: Tree) -> tuple[Tree, Tree]:
-        """(a contribution as the center gets it, what the worker's code remembers)."""
+        The contribution is as the center gets it.
+        """
+        parts, worker, well = self.parts, own.worker, jnp.bool_(True)
+        cut = Worker(*(parts.pick(x, part) for x in worker._replace(inner=())))
+        cut, brought = work.bring(self.rule, cut, parts.pick(center, part), at)
+        sums = parts.put(worker.accumulated, part, cut.accumulated)
+        own = own._replace(worker=worker._replace(accumulated=sums))
+        if self.drop_nonfinite:
+            well = ~own.broken & is_finite(brought)
+        if self.alone:
+            brought = work.share_of_one(self.rule, brought, at)
         if self.exchange is None:
-            return brought, codes
-        messages, kept = coded.encoded(
-            self.exchange, brought, self.parts.of_each(codes, part)
-        )
-        brought = coded.decoded(self.exchange, messages, brought)
-        return brought, self.parts.with_each(codes, part, kept)
+            return own, brought, well
+        known = parts.of_each(own.exchange, part)
+        messages, kept = coded.encoded(self.exchange, brought, known)
+        kept = where(well, kept, known) if self.drop_nonfinite else kept
+        own = own._replace(exchange=parts.with_each(own.exchange, part, kept))
+        return own, coded.decoded(self.exchange, messages, brought), well
+
+    def land(
+        self, part: int, own: Any, center: Center, total: Tree, counts: Any
+    ) -> tuple[Any, Center, Around]:
+        """The center absorbs what a worker brings alone, if that counts.
+
+        A worker's optimizer that is the rule's outer one, too, shares its running
+        powers with the center.
+        """
+        parts, inner = self.parts, own.worker.inner
+        shared = self.rule.outer is self.inner
+        if shared:
+            outer = with_powers(parts.of_each(center.outer, part), inner)
+            center = Center(center.value, parts.with_each(center.outer, part, outer))
+        drops = self.drop_nonfinite or self.rule.weigh is not None
+        counts, alone = counts if drops else None, {"num_workers": self.at.num_workers}
+        center, around = self.absorb(part, center, total, counts, **alone)
+        if shared:
+            inner = with_powers(inner, parts.of_each(center.outer, part))
+        return own._replace(worker=own.worker._replace(inner=inner)), center, around
 
     def absorb(
-        self,
-        part: int,
-        center: Center,
-        total: Tree,
-        counts: Any,
-        powers: Tree = None,
-        **extra: Any,
-    ) -> tuple[Center, Center, Center]:
-        """(the center, its part before, and with a contribution, if this counts).
+        self, part: int, center: Center, total: Tree, counts: Any, **extra: Any
+    ) -> tuple[Center, Around]:
+        """(the center, its part before and with a contribution, if this counts).
 
-        `counts` is `None` where all do; `powers` is a state of the outer optimizer
-        whose running powers it takes over.
+        `counts` is `None` where all do.
         """
-        parts = self.parts
-        value, outer = center
+        parts, (value, outer) = self.parts, center
         before = Center(parts.pick(value, part), parts.of_each(outer, part))
-        if powers is not None:
-            before = before._replace(outer=with_powers(before.outer, powers))
         after = work.absorb(self.rule, before, total, **extra)
         if counts is not None:
             after = where(counts, after, before)
         value = parts.put(value, part, after.value)
         outer = parts.with_each(outer, part, after.outer)
-        return Center(value, outer), before, after
+        return Center(value, outer), (before.value, after.value)
 
-    def take(
-        self, part: int, worker: Worker, before: Tree, after: Tree, at: Round
-    ) -> Worker:
-        """A worker takes a part of the center, moved from `before` to `after`."""
-        parts = self.parts
+    def take(self, part: int, own: Any, around: Around, at: Round) -> Any:
+        """A worker takes a part of the center, which moved from one to the other."""
+        parts, worker = self.parts, own.worker
         params, taken = (parts.pick(x, part) for x in (worker.params, worker.taken))
-        cut = work.take(self.rule, Worker(params, (), taken, ()), before, after, at)
-        return worker._replace(
+        cut = work.take(self.rule, Worker(params, (), taken, ()), *around, at)
+        worker = worker._replace(
             params=parts.put(worker.params, part, cut.params),
             taken=parts.put(worker.taken, part, cut.taken),
         )
+        return own._replace(worker=worker)
 
 
 def with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:

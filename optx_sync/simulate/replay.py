@@ -2,7 +2,7 @@
 """Replay events in a given order under `jax.lax.scan`, and record their history."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -23,13 +23,23 @@ State = TypeVar("State")
 KEPT_BYTES = 256 * 2**20
 
 
+class Replayed(NamedTuple, Generic[State]):
+    """What came of all events."""
+
+    state: State  # after the last event
+    values: tuple[jax.Array, ...]  # of every event
+    views: tuple[Tree, ...]  # of the events that are kept
+    recorded: Tree  # the results of the function `record` for them, or None
+    events: np.ndarray  # their numbers
+
+
 def replay(
     advance: Callable[[State, Event], tuple[State, tuple[jax.Array, ...]]],
     view: Callable[[State], tuple[Tree, ...]],
     state: State,
     events: Tree,
     record: Record,
-) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, np.ndarray]:
+) -> Replayed[State]:
     """Advance by each event, and keep the views of those that `record` asks for.
 
     Args:
@@ -41,10 +51,6 @@ def replay(
         events: [T, ...], arrays that describe each event, for example its worker.
         record: As the user gave it.
 
-    Returns:
-        `(state, values, views, recorded, events)`: the last state, the values of every
-        event, the views of the events that are kept, the results of the function
-        `record` for them or `None`, and their numbers.
     """
     number = len(jax.tree.leaves(events)[0])
     every = 1 if callable(record) or record == "all" else record
@@ -84,7 +90,7 @@ def replay(
         rest = jax.tree.map(lambda x: x[chunks * every :], events)
         state, of_rest = jax.lax.scan(advance, state, rest)
         values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)
-    return state, values, views, recorded, viewed
+    return Replayed(state, values, views, recorded, viewed)
 
 
 def check_workers(workers: ArrayLike | Sequence[int], num_workers: int) -> jax.Array:

@@ -144,15 +144,14 @@ def sync_replicas(
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
-    machine, counts, views, recorded, events = replay(
-        run.advance,
-        run.view,
-        run.start(params, initial_global_step, tokens),
-        workers,
-        record,
-    )
-    # What `view` and `advance` return stands in the order of the record's fields.
-    return SyncReplicasRecord._make((*views, events, *counts, recorded, machine))
+    start = run.start(params, initial_global_step, tokens)
+    done = replay(run.advance, run.view, start, workers, record)
+    each, averages, blocked, local_step = done.views
+    accepted, updated, in_queue, global_step = done.values
+    return SyncReplicasRecord(
+        each, averages, blocked, local_step, done.events, accepted, updated, in_queue,
+        global_step, done.recorded, done.state,
+    )  # fmt: skip
 
 
 class _Run(NamedTuple):

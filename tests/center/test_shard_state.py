@@ -331,7 +331,7 @@ def on_two(function):
 
 test_refused = all_refused(globals())(r"""
 start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2)
-    # ValueError: outer optimizer see pieces
+    # ValueError: the outer optimizer flat pieces
 start(oxs.agn(optax.lamb(0.1), AXIS, shard_state=True), 2)
     # ValueError: each number alone
 oxs.diloco(INNER, None, shard_state=True)  # ValueError: shares the outer

@@ -208,13 +208,22 @@ def owned(inner):
     return tx.init({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
 
 
+def by_number():
+    """It divides by how many leaves there are."""
+    return optax.stateless(
+        lambda g, p: optax.tree.scale(1 / len(jax.tree.leaves(g)), g)
+    )
+
+
 test_what_mixes_leaves_is_refused = all_refused(globals())(r"""
 owned(optax.chain(optax.clip_by_global_norm(1.0), inner()))
 owned(optax.normalize_by_update_norm())
 owned(optax.contrib.dog())
 owned(optax.contrib.prodigy())
-owned(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw()))
-owned(optax.apply_if_finite(inner(), 3))  # ValueError: depends on the others
+owned(optax.contrib.dadapt_adamw())
+owned(optax.apply_if_finite(inner(), 3))
+    # ValueError: each leaf alone.* of \['a'\] reads all of the gradient of \['b'\]
+owned(by_number())  # ValueError: its program for one leaf is another one
 """)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
-from tests.refusals import all_refused, refused
+from tests.refusals import all_refused
 from tests.replicas.test_cross_shard import together, with_weight
 
 cross_shard: Any = oxs.cross_shard
@@ -289,20 +289,18 @@ def needs(name):
 
 
 NORM, MOMENTUM = optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)
-# It tells by the third step, where it passes no NaN on.
-DADAPT = optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())
 
 
 test_refused = all_refused(globals())(r"""
-started(optax.lamb(0.1))  # ValueError: Leave shard_state=True out
-started(optax.clip_by_global_norm(1.0))
+started(optax.lamb(0.1))  # ValueError: Or leave shard_state=True out
 started(optax.apply_if_finite(MOMENTUM, 3))
-started(DADAPT)
+started(optax.contrib.dadapt_adamw())
 started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)})
-    # ValueError: each number alone
+    # ValueError: each number alone.* reads all of the gradient of .*, by `
 started(optax.scale_by_factored_rms(), jnp.zeros((128, 128)))
-    # ValueError: other sizes
-started(needs("curvature"))  # ValueError: small arrays
+    # ValueError: the state at .v_row has shape \(128,\) and no pieces
+started(needs("curvature"))
+    # ValueError: it cannot be traced: KeyError: 'curvature'. It must do with
 sharded(MOMENTUM, group_assignment=[[0, 1], [2, 3]])
     # ValueError: mesh with an axis per group
 sharded(MOMENTUM, exchange=oxs.exchange.top_k())
@@ -313,19 +311,6 @@ on_two(lambda x: updated(x, started(MOMENTUM, x), jnp.arange(3)), 3)
 on_two(lambda x, whole=started(MOMENTUM): updated(x, whole), 5)
     # ValueError: for one of 2 replicas
 """)
-
-
-def test_which_trees_it_has_seen_changes_nothing():
-    """A norm hides where the first tree has no parameter of that name."""
-
-    def named(tree):
-        return {name: name == "normed" for name in tree}
-
-    tx, other = (sharded(optax.masked(NORM, named)) for _ in range(2))
-    tx.init({"w": jnp.ones(5)})
-    for one in (tx, other):
-        with refused("ValueError: each number alone"):
-            one.init({"normed": jnp.ones(5)})
 
 
 def test_hyperparameters_may_be_traced():

@@ -174,5 +174,5 @@ oxs.stacked(MUON, "fsdp")  # TypeError: spec must be a jax.P.*got 'fsdp'
 EIGHT.update(BOTH, FOUR.init(BOTH), BOTH)
     # ValueError: 4 rows, and 2 leaves on 8 devices need 8
 oxs.stacked(CLIPPED, jax.NamedSharding(MESH, P("fsdp"))).init(BOTH)
-    # ValueError: depends on the others.*oxs.stacked\(inner
+    # ValueError: reads all of the gradient of \['b'\].*oxs.stacked\(inner
 """)

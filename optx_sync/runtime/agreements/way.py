@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both sides of a center rule, made of the settings of a run."""
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import check_code, check_pull_code
-from optx_sync.center.contract import CenterRule, Period, Round, check_suits
+from optx_sync.center.contract import CenterRule, Round, check_suits, static_period
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.center.meetings import check_meet
 from optx_sync.runtime.agreements.center import Center
@@ -16,19 +14,13 @@ from optx_sync.runtime.agreements.meeting import Meetings
 from optx_sync.runtime.agreements.own import OfCenter, Terms, traffic
 
 
-def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
-    """The `Round` that a rule's formulas get."""
-    period = None if callable(communication_period) else communication_period
-    return Round(num_workers, period, jnp.int32(steps))
-
-
 def center_way(rule: CenterRule, settings: Settings) -> Way:
     """The server's and workers' sides under a rule."""
     period, num_workers = settings.communication_period, settings.num_workers
     exchange = check_code(settings.exchange, rule)
     check_suits(rule, num_workers, period)
     meet = check_meet(settings.meet)
-    at = round_of(num_workers, period, 1)
+    at = Round(num_workers, static_period(period), jnp.int32(1))
     pulls = check_pull_code(settings.pull_exchange)
     if pulls is not None and len(traffic(rule).replies) != 1:
         raise ValueError(

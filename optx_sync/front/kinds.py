@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program for each kind of step: the host counts when center rules meet.
+
+While a step is traced, its center rules ask which part meets in it (`center/turns.py`).
+Here is the answer for those whose counters are arrays of the state that the step was
+given, and come back as the rule has made them. A rule whose counters are not (in a
+loop inside of the step, say) is not known, and finds out by a conditional.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from optx_sync.center.turns import QUIET, Counters, Turns, asked
+
+# Beyond so many programs of one step, a quiet one and those of eight parts, further
+# rules have conditionals.
+MOST = 9
+Places: TypeAlias = tuple[int, ...]  # of counters, among the arrays of a state
+Kinds: TypeAlias = tuple[int, ...]  # of one step: that of each rule
+
+
+class Rule(NamedTuple):
+    """A center rule of a step, whose kinds of step the host counts."""
+
+    places: Places
+    turns: Turns
+
+    def read(self, arrays: Sequence[Any]) -> Counters:
+        """The numbers that its counters hold; waits for them."""
+        found = [int(_number(arrays[place])) for place in self.places]
+        return Counters(*found, *[()] * (len(Counters._fields) - len(found)))
+
+
+class Counted(NamedTuple):
+    """What the host knows of the counters in a state that a step has given out."""
+
+    first: Any  # the first counter's array: the state is known by it
+    now: Counters
+
+
+class Asked:
+    """What the rules of one traced step have asked, and what they were told.
+
+    Attributes:
+        arrays: The arrays of the state given, from which counters are read; `None`:
+            rules are told nothing, and learned of.
+        told: The kind for each rule, by its places, where it is decided.
+        rules: The rules found, in the order in which they asked.
+        counted: Those of them that a host can count.
+        kinds: What the rules were told.
+    """
+
+    def __init__(
+        self, arrays: Sequence[Any] | None, told: Mapping[Places, int] | None = None
+    ):
+        self.arrays, self.told = arrays, told
+        self.rules: list[Rule] = []
+        self.counted: list[Rule] = []
+        self.kinds: Kinds = ()
+        self._given: dict[int, int] = {}
+        self._after: dict[Places, Counters] = {}
+
+    @property
+    def programs(self) -> int:
+        """How many kinds of step the rules so far have together."""
+        return math.prod(rule.turns.parts + 1 for rule in self.rules)
+
+    @contextlib.contextmanager
+    def tracing(self, arrays: Sequence[Any]) -> Iterator[None]:
+        """Answer rules that hold some of these arrays, one worker's."""
+        self.rules, self.kinds, self._after = [], (), {}
+        self._given = {id(x): place for place, x in enumerate(arrays)}
+        before = asked.set(self)
+        try:
+            yield
+        finally:
+            asked.reset(before)
+
+    def kind_of(self, turns: Turns, counters: Counters) -> int | None:
+        """The kind of this step for a rule with these counters; `None`: unknown."""
+        places = self._places(counters)
+        if places is None or any(rule.places == places for rule in self.rules):
+            return None
+        rule = Rule(places, turns)
+        if self.told is not None:
+            kind = self.told.get(places)
+        else:
+            kind = self._read(rule)
+        if kind is not None:
+            self.rules.append(rule)
+            self.kinds = (*self.kinds, kind)
+        return kind if self.told is not None or self.arrays is not None else None
+
+    def _read(self, rule: Rule) -> int | None:
+        """The kind of the next step, by the counters in the arrays."""
+        if self.programs * (rule.turns.parts + 1) > MOST:
+            return None
+        if self.arrays is None:
+            return QUIET  # as good as any: nobody is told
+        try:
+            return rule.turns.next(rule.read(self.arrays))[0]
+        except TypeError:  # a schedule that only the compiled step can read
+            return None
+
+    def went_on(self, turns: Turns, counters: Counters, after: Counters) -> None:
+        """A rule has made these of its counters."""
+        if (places := self._places(counters)) is not None:
+            self._after[places] = after
+
+    def came_back(self, arrays: Sequence[Any]) -> None:
+        """A worker's step has returned these arrays: which rules does a host count?
+
+        Those whose counters came back as the rule has made them.
+        """
+        self.counted = [
+            rule
+            for rule in self.rules
+            if all(
+                arrays[place] is x
+                for place, x in zip(rule.places, self._after[rule.places], strict=False)
+            )
+        ]
+
+    def _places(self, counters: Counters) -> Places | None:
+        """The places of counters among the arrays given; `None` if any has none."""
+        found = [self._given.get(id(x)) for x in counters if not isinstance(x, tuple)]
+        places = tuple(place for place in found if place is not None)
+        return places if len(places) == len(found) else None
+
+
+def all_kinds(rules: Sequence[Rule]) -> Iterator[Kinds]:
+    """Every kind of step that these rules have together."""
+    return itertools.product(*(range(QUIET, rule.turns.parts) for rule in rules))
+
+
+def _number(x: Any) -> np.ndarray:
+    """The number of a counter, also of one that lies on other processes, too."""
+    shards = getattr(x, "addressable_shards", None)
+    return np.ravel(jax.device_get(shards[0].data if shards else x))[0]
