@@ -69,7 +69,6 @@ INSIDE = {
     "`cross_shard` inside": Option(changes={"inner": "replicas"}),
     "`local_sgd` inside": Option(changes={"inner": "center"}),
 }
-HOST = Option({"center_memory": "pinned_host"}, {"meet": True})
 CENTER = {
     "`elastic_average`": instead(oxs.elastic_average, moving_rate=0.1, rho=0.5),
     "`agn`": instead(oxs.agn),
@@ -79,11 +78,9 @@ CENTER = {
     '`inner_state="reset"`': Option({"inner_state": "reset"}),
     "`drop_nonfinite`": DROP,
     "`measure`": MEASURE,
-    "`shard_center`": Option({"shard_center": True}),
-    '`center_memory="pinned_host"`': HOST,
+    "`shard_state`": Option({"shard_state": True}),
     "`fragments`": Option({"fragments": 2}),
-    "`delay`": Option({"delay": 1}),
-    "`keep_local`": Option({"keep_local": 0.5}),
+    "`overlap`": Option({"overlap": True}),
     **exchanges(),
     **WEIGHTS,
     **SPARSE,

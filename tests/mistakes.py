@@ -305,6 +305,10 @@ CODE = {
     "Optimizer and axis changed places": 'oxs.diloco("workers", optax.adamw(0.1))',
     "The axis forgotten": "oxs.diloco(optax.adamw(0.1))",
     "An optimizer that was not called": 'oxs.diloco(optax.adamw, "workers")',
+    "A period of one step, overlapped": (
+        'oxs.local_sgd(optax.sgd(0.1), "workers",\n'
+        "    communication_period=1, overlap=True)"
+    ),
     "An exchange that was not called": (
         'oxs.diloco(optax.sgd(0.1), "workers", exchange=oxs.exchange.quantized)'
     ),
@@ -313,9 +317,9 @@ CODE = {
         'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
     ),
     "A folder for the manager of checkpoints": BEGIN + "workers.restore(folder)",
-    "with parts and delay": (
+    "with parts, one of which waits": (
         'tx = oxs.diloco(optax.sgd(0.1), "workers", communication_period=4,\n'
-        "    fragments=2, delay=1)\n"
+        "    fragments=2, overlap=True)\n"
         'params = {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)}\n'
         "opt_state = tx.init(params)\n"
         + BEGIN

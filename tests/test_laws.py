@@ -131,8 +131,10 @@ def test_a_state_keeps_its_types():
             assert updates[leaf].shape == (N, *np.shape(param)), (name, leaf)
 
 
-# What sends in every step, and how collectives are called in what JAX has traced.
-ALWAYS = ("cross_shard", "all_reduce_grads", "sync_replicas", "diloco, in_line")
+# What sends in every step, or in one that is not asked to meet what came in the last
+# one (`overlap`), and how collectives are called in what JAX has traced.
+ALWAYS = ("cross_shard", "all_reduce_grads", "sync_replicas")
+ALWAYS += ("diloco, later", "diloco, in_line", "diloco, streaming")
 COLLECTIVES = r"\b(psum|pmax|pmin|ppermute|all_gather|all_to_all|reduce_scatter)\w*\["
 
 
