@@ -12,12 +12,13 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
-from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.alone import check_delay
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.simulate.engine import Engine, engine_of
@@ -319,7 +320,7 @@ class _Run(NamedTuple):
             num_pushed=own.rounds + 1,
         )
         own, brought, well = engine.bring(part, own, now.center, at)
-        brought, counts = work.weigh_alone(engine.rule, brought, at)
+        brought, counts = alone.weigh_alone(engine.rule, brought, at)
         counts &= well
         applied = now.applied + counts.astype(jnp.int32)
         own = own._replace(
