@@ -90,7 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "robust": ("exchange/test_robust.py",),
     "pieces": (
         "replicas/test_shard_state.py",
-        "center/test_shard_center.py",
+        "center/test_shard_state.py",
         "runtime/test_coded.py",
     ),
     "optimizers": (ARGUMENTS, LAWS, "optimizers/test_golden.py"),

@@ -303,6 +303,19 @@ def test_the_caller_may_say_when_a_part_meets():
     assert all(jax.tree.leaves(moved))
 
 
+def test_the_periods_of_a_schedule_are_of_two_steps_or_more():
+    """One of which is lost."""
+    found = {}
+    for least in (1, 2):
+        tx = made(lambda step, least=least: jnp.where(step < 4, least, 3), overlap=True)
+        found[least] = contexts.replay("vmap_axes", tx, PARAMS, gradients(2, 8))
+        due = [oxs.by_hand.due(tx, step) for step in range(7)]
+        assert due == [False, True, False, True, False, False, True]
+    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    same(*found.values())
+    assert found[1][1].global_step == 3
+
+
 def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
     def rows(path, leaf):
         return 0 if leaf.ndim == 1 else [0, 1, 0, 1]
