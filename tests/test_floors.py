@@ -61,7 +61,7 @@ GROUND = {
         "turns rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
-    "front": files("front/: processes checkpoints step comparison"),
+    "front": files("front/: processes checkpoints step comparison given_out"),
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
+from optx_sync.front.given_out import GivenOut, Known, counters_of
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
@@ -32,6 +33,22 @@ class _Call(NamedTuple):
     state: forms.Form
     batches: tuple[forms.Form, ...]
     keywords: tuple[str, ...]  # of the last batches, those passed by keyword
+
+
+class _Program(NamedTuple):
+    """The step of all workers for one kind of call; JAX compiles it when it runs."""
+
+    run: Any
+    counters: tuple[int, ...]  # the places of the state's among its arrays
+
+
+class _Parts(NamedTuple):
+    """A call, taken apart."""
+
+    call: _Call
+    arrays: Arrays  # of the state
+    variables: list[Any]  # of NNX, in the state
+    batches: list[Arrays]
 
 
 @functools.partial(
@@ -95,6 +112,7 @@ class Step:
     split: bool | tuple[bool | None, ...] | None
     average: bool
     donate: bool
+    given_out: GivenOut  # by all steps of these workers
 
     def __post_init__(self) -> None:
         if isinstance(self.fun, Step):
@@ -107,60 +125,59 @@ class Step:
         )
         functools.update_wrapper(self, self.fun)
         self.name: str = getattr(self.fun, "__name__", "The step")
-        donated = (1,) if self.donate else ()
-        compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=donated)
-        self.program: Any = compiled(self._run)
-        # JAX gives donated buffers to results of the same shape, in order, whatever
-        # memory they are in. With all arguments kept, in one order, each result gets
-        # its own.
-        self.program_of_two_memories: Any = compiled(self._run, keep_unused=True)
+        self.programs: dict[_Call, _Program] = {}
+        self._forms = forms.Forms()
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
         self.layout().check_devices(self.name)
-        call, arrays, batches = self._take_apart(args, kwargs)
+        parts = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
-            self._check_given_once(call, arrays, batches)
-        if any(map(_is_used_up, arrays)):
+            self._check_given_once(parts)
+        if _are_used_up(parts.arrays):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
                 "buffers hold the newer one. Go on with what that step returned, or "
                 "keep the older one by donate=False."
             )
-        new, results = self._program_for(arrays)(call, arrays, batches)
+        program = self._program_of(parts)
+        counters = [parts.arrays[place] for place in program.counters]
+        new, results = self._run_of(program, self.given_out.find(counters))(
+            parts.arrays, parts.batches
+        )
+        counters = [new[place] for place in program.counters]
+        self.given_out.add(counters, Known(parts.call.state))
         others = results.tree
-        if self.average:
+        if self._averages_after and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
-        state = [
-            old if forms.is_object(old) else new
-            for old, new in zip(given, call.state.update(given, new), strict=True)
-        ]
+        state = parts.call.state.update(given, new, parts.variables)
         if results.how == "in place":
             return others
         return state[0] if results.how == "alone" else (*state, *others)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
-        call, arrays, batches = self._take_apart(args, kwargs)
-        program = self._program_for(arrays)
+        parts = self._take_apart(args, kwargs)
+        run = self._run_of(self._program_of(parts), None)
         if not self.layout().is_abstract:
-            return program.lower(call, arrays, batches)
+            return run.lower(parts.arrays, parts.batches)
         platforms = (jax.default_backend(),)  # which no device of the mesh says
-        traced = program.trace(call, arrays, batches)
+        traced = run.trace(parts.arrays, parts.batches)
         return traced.lower(lowering_platforms=platforms)
 
-    def _program_for(self, arrays: Arrays) -> Any:
-        on_host = memory.is_on_host(arrays)
-        return self.program_of_two_memories if on_host else self.program
+    @property
+    def _averages_after(self) -> bool:
+        """Whether a second program averages results, so that the step sends nothing."""
+        return self.average and self.layout().mesh is not None
 
-    def _check_given_once(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
-    ) -> None:
+    def _check_given_once(self, parts: _Parts) -> None:
         """Refuse an array of the state that is passed twice: its memory is reused."""
-        donated, others = list(map(id, arrays)), map(id, itertools.chain(*batches))
-        if len({*donated}) == len(donated) and {*donated}.isdisjoint(others):
+        call, arrays, _, batches = parts
+        donated = {*map(id, arrays)}
+        others = map(id, itertools.chain.from_iterable(batches))
+        if len(donated) == len(arrays) and donated.isdisjoint(others):
             return
         named = [
             f"argument {path[0].idx}{path_name(path[1:], '')}"
@@ -178,17 +195,46 @@ class Step:
                     "jnp.copy(x), or keep it by workers.step(donate=False)."
                 )
 
-    def _take_apart(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> tuple[_Call, Arrays, list[Arrays]]:
-        """(what the program is compiled for, the state's arrays, the batches)."""
+    def _take_apart(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> _Parts:
+        """The call, split into arrays and what a program is compiled for."""
         if len(args) < self.state:
             raise TypeError(
                 f"{self.name} has state={self.state}, so its first {self.state} "
                 f"positional arguments are state; got {len(args)}."
             )
-        form, arrays = forms.split(args[: self.state])
+        form, arrays, variables = self._forms.split(args[: self.state])
         batches = [*args[self.state :], *kwargs.values()]
+        split = [forms.split(batch, numbers=True) for batch in batches]
+        call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
+        return _Parts(call, arrays, variables, [arrays for _, arrays in split])
+
+    def _program_of(self, parts: _Parts) -> _Program:
+        """The program for a call; one like no call before is checked first."""
+        known = self.programs.get(parts.call)
+        if known is not None:
+            return known
+        self._check_batches(parts)
+        form, arrays = parts.call.state, parts.arrays
+        # JAX gives donated buffers to results of the same shape, in order, whatever
+        # memory they are in. With all arguments kept, in one order, each result gets
+        # its own.
+        on_host = any(leaf.is_on_host for leaf in held.leaves(form, arrays))
+        run = jax.jit(
+            functools.partial(self._run, parts.call),
+            donate_argnums=(0,) if self.donate else (),
+            keep_unused=on_host or memory.is_on_host(arrays),
+        )
+        found = self.programs[parts.call] = _Program(run, counters_of(form, arrays))
+        return found
+
+    def _run_of(self, program: _Program, known: Known | None) -> Any:
+        """What runs, given what the host knows of the state; `None`: of another one."""
+        return program.run
+
+    def _check_batches(self, parts: _Parts) -> None:
+        """Refuse a state among the batches, which would be split."""
+        pairs = zip(parts.call.batches, parts.batches, strict=True)
+        batches = (form.merge(arrays) for form, arrays in pairs)
         for number, batch in enumerate(batches, self.state):
             if held.is_state(batch):
                 raise ValueError(
@@ -196,9 +242,6 @@ class Step:
                     f"state: {type(batch).__name__}. With state={self.state} only the "
                     f"first {self.state} are states: pass state={number + 1}."
                 )
-        parts = [forms.split(batch, numbers=True) for batch in batches]
-        call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
-        return call, arrays, [arrays for _, arrays in parts]
 
     def _run(
         self, call: _Call, arrays: Arrays, batches: list[Arrays]
@@ -238,7 +281,19 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, levels), results
+        return layout.pinned(form, new, levels), self._averaged(results)
+
+    def _averaged(self, results: _Results) -> _Results:
+        """The means of results, where that sends nothing."""
+        means = functools.partial(_means, axes=len(self.layout().sizes))
+        if self._averages_after:
+            jax.eval_shape(means, results.tree)  # refuses what has none
+        elif self.average:
+            # As in a program of its own: bits must not depend on what is compiled.
+            results = _Results(
+                means(jax.lax.optimization_barrier(results.tree)), results.how
+            )
+        return results
 
     def _splits(self, call: _Call) -> tuple[bool | None, ...]:
         """`split` for each batch."""
@@ -339,8 +394,14 @@ def _is_list(x: Tree) -> bool:
     )
 
 
-def _is_used_up(x: Tree) -> bool:
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)()
+def _are_used_up(arrays: Arrays) -> bool:
+    """Whether a later state has the memory of any of these arrays."""
+    kinds = {*map(type, arrays)}
+    if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
+        return False
+    if len(kinds) == 1 and hasattr(kind := kinds.pop(), "is_deleted"):
+        return any(map(kind.is_deleted, arrays))  # no function of Python for each
+    return any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted"))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -25,6 +25,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
+from optx_sync.front.given_out import GivenOut
 from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
@@ -107,6 +108,7 @@ class Workers:
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
         self._started: tuple[forms.Form, list[Tree]] | None = None
+        self._given_out = GivenOut()
         if len(self.sizes) != len(self.axes):
             raise ValueError(
                 f"Workers has {len(self.sizes)} numbers and {len(self.axes)} axes: "
@@ -284,8 +286,9 @@ class Workers:
         Other arguments are whole batches `[batch, ...]`, split along axis 0 among the
         workers. A scalar is the same for all; from one random key each worker gets its
         own, as by `keys`. Flags and functions are static. Other results are averaged
-        over the workers, integers and flags too, in float32. A second program does that
-        after the step, so the step itself sends nothing where its optimizer does not.
+        over the workers, integers and flags too, in float32. On a mesh a second
+        program does that after the step, so the step itself sends nothing where its
+        optimizer does not.
 
         Args:
             fun: `(*state, *batches, **batches)` of one worker.
@@ -328,7 +331,9 @@ class Workers:
                 raise TypeError(
                     f"split is True, False or None, or a tuple of them; got {entry!r}."
                 )
-        return Step(lambda: self._layout, fun, state, split, average, donate)
+        return Step(
+            lambda: self._layout, fun, state, split, average, donate, self._given_out
+        )
 
     def first(self, state: Tree) -> Tree:
         """The first worker's state, without the workers' axes.

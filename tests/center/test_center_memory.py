@@ -76,8 +76,7 @@ def trained(names, memory, mesh):
         meet = number % PERIOD == PERIOD - 1
         state = step(state, drawn(number), meet)
     # No state changes its type.
-    programs = step.program, step.program_of_two_memories
-    assert sum(program._cache_size() for program in programs) == 2
+    assert [program.run._cache_size() for program in step.programs.values()] == [1, 1]
     return state
 
 
