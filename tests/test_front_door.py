@@ -752,6 +752,10 @@ def test_a_center_that_no_round_has_made_is_told():
         workers.center(tuple(state))
 
 
+def compiled(step):
+    return sum(program.run._cache_size() for program in step.programs.values())
+
+
 def test_a_step_is_compiled_once_for_arrays_without_elements_and_after_a_resize():
     tx, params = RULES["chain"], PARAMS | {"empty": np.zeros((0, 3), np.float32)}
     for mesh in (None, True):
