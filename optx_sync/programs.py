@@ -26,15 +26,16 @@ from optx_sync.trees import Tree, path_name
 Given: TypeAlias = tuple[int, str] | str
 Jaxpr: TypeAlias = Any  # with its constants, or one that has none
 
-# Each number of the result is made of the numbers at its own place; of those in the
-# first two sets 0 is made of nothing but zeros. Any other primitive may read all.
+# Each number of the result is made of the numbers at its own place, also where there
+# are more; of those in the first two sets 0 is made of nothing but zeros. Any other
+# primitive may read all.
 _KEEP_ORDER = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 _KEEP_ZERO = _KEEP_ORDER | frozenset(
     """abs add add_any atan cbrt ceil conj convert_element_type copy div erf expm1 floor
     gt imag integer_pow log1p lt max min mul ne neg or pcast pvary real reduce_precision
     round select_n sign sin sinh sqrt square sub tan tanh""".split()
 )
-_BY_NUMBERS = (_KEEP_ZERO - _KEEP_ORDER) | frozenset(
+_BY_NUMBERS = _KEEP_ZERO | frozenset(
     """acos and asin atan2 bitcast_convert_type clamp complex cos cosh eq erf_inv erfc
     exp exp2 ge is_finite le lgamma log logistic name not pow rem rsqrt shift_left
     sharding_constraint shift_right_arithmetic shift_right_logical xor""".split()
@@ -154,31 +155,27 @@ class _Walk(NamedTuple):
 
     def equation(self, e: Any, reads: list[Read]) -> list[Read]:
         """The results of an equation."""
-        found = self._results(e, reads)
+        name, axes = e.primitive.name, {*self.axes}
+        if name in ("while", "scan"):
+            found = self._loop(e, reads)
+        elif name in _BY_NUMBERS:
+            found = [self._by_numbers(e, reads)]
+        else:
+            found = self._spread(e, reads)
+        if name in _PSUM and axes and axes == _names(e):
+            if all(x.partial or (x.plain and x.zero) for x in reads):
+                found = [Read(zero=x.zero) for x in reads]
         for k, v in enumerate(e.outvars):
             if not getattr(v.aval, "shape", ()):  # A scalar is at no place.
                 here = (x for x in found[k].here if not isinstance(x, str))
                 found[k] = found[k]._replace(here=frozenset(here))
         return found
 
-    def _results(self, e: Any, reads: list[Read]) -> list[Read]:
-        name = e.primitive.name
-        if name in ("while", "scan"):
-            return self._loop(e, reads)
-        keeps = name in _KEEP_ORDER and (
-            reads[0].plain or _size(e.invars[0]) == _size(e.outvars[0])
-        )
-        if keeps or name in _BY_NUMBERS:
-            return [self._by_numbers(e, reads)]
-        if name in _PSUM and self.axes and {*self.axes} == _names(e):
-            if all(x.partial or (x.plain and x.zero) for x in reads):
-                return [Read(zero=x.zero) for x in reads]
-        return self._spread(e, reads)
-
     def _by_numbers(self, e: Any, reads: list[Read]) -> Read:
         name, one = e.primitive.name, _joined(reads)
         kept = {"div": reads[:1], "select_n": reads[1:]}.get(name, reads)
         zero = (any if name == "mul" else all)(x.zero for x in kept)
+        zero = zero and not (name == "div" and reads[1].zero)
         zero = zero and name in _KEEP_ZERO and e.params.get("y", 1) > 0
         others = [x for x in reads if not x.partial]
         sums = name in _OF_SUMS and len(others) == len(reads) - 1
@@ -206,12 +203,15 @@ class _Walk(NamedTuple):
 
     def _loop(self, e: Any, reads: list[Read]) -> list[Read]:
         name, p = e.primitive.name, e.params
-        if name == "scan":
-            test, fixed, body = 0, p["num_consts"], p["jaxpr"]
-            carried = p["num_carry"]
-        else:
-            test, fixed, body = p["cond_nconsts"], p["body_nconsts"], p["body_jaxpr"]
-            carried = len(reads) - test - fixed
+        test, body = p.get("cond_nconsts", 0), p.get("body_jaxpr") or p["jaxpr"]
+
+        def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+            # What a scan goes through, and stacks, has a dimension more outside.
+            pairs = zip(outside, inside, strict=True)
+            return sum(v.aval.ndim == w.aval.ndim for v, w in pairs)
+
+        carried = alike(e.outvars, body.jaxpr.outvars)
+        fixed = alike(e.invars[test:], body.jaxpr.invars) - carried
         given, start = reads[test:][:fixed], reads[test + fixed :][:carried]
         rows = [x.spread(name) for x in reads[test + fixed + carried :]]
 
@@ -237,6 +237,7 @@ class Values:
         """Without any value."""
         self.shapes = shapes
         self._numbers: dict[Hashable, int] = {}
+        self._held: list[Any] = []
 
     def of(self, *what: Hashable) -> int:
         """The number of what is described so."""
@@ -245,6 +246,7 @@ class Values:
     def constant(self, x: Any) -> int:
         """A value that the program holds."""
         if not _is_known(x):
+            self._held.append(x)  # so that no other one gets its number
             return self.of("constant", id(x))
         x = np.asarray(x if self.shapes else _one_of_equal(x))
         return self.of("constant", x.shape, x.dtype.str, x.tobytes())
@@ -324,9 +326,9 @@ def _names(e: Any) -> set[str]:
 
 def _is_known(x: Any) -> bool:
     """Whether this process can read the numbers of a constant."""
-    key = jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
-    traced = isinstance(x, jax.core.Tracer)
-    return not (traced or key) and getattr(x, "is_fully_replicated", True)
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_replicated", True):
+        return False
+    return not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _one_of_equal(x: Any) -> Any:
@@ -340,7 +342,7 @@ def _one_of_equal(x: Any) -> Any:
 class _Program(NamedTuple):
     """The traced `init` and `update` of a transformation."""
 
-    count: int  # of the leaves
+    leaves: int  # how many there are
     names: list[str]  # of the leaves, and of the arrays of the state
     shapes: list[jax.ShapeDtypeStruct]  # of these
     init: Jaxpr  # params -> state
@@ -348,7 +350,7 @@ class _Program(NamedTuple):
 
     def result(self, place: int) -> str:
         """What `update` returns there, for messages."""
-        kind = "update of" if place < self.count else "state at"
+        kind = "update of" if place < self.leaves else "state at"
         return f"the {kind} {self.names[place]}"
 
     def said(self, what: Given) -> str:
@@ -360,7 +362,7 @@ class _Program(NamedTuple):
     def reads(self, axes: tuple[str, ...]) -> list[Read]:
         """What each result of `update` is made of, after any number of steps."""
         grads, params = (
-            [Read(frozenset([(k, kind)]), zero=True) for k in range(self.count)]
+            [Read(frozenset([(k, kind)]), zero=True) for k in range(self.leaves)]
             for kind in ("gradient", "parameter")
         )
 
@@ -369,8 +371,8 @@ class _Program(NamedTuple):
             return _run(_Walk(axes), self.update, given)
 
         state = _run(_Walk(axes), self.init, params)
-        state = _settled(lambda state: update(state)[self.count :], state)
-        return [*update(state)[: self.count], *state]
+        state = _settled(lambda state: update(state)[self.leaves :], state)
+        return [*update(state)[: self.leaves], *state]
 
     def values(self, values: Values, called: Sequence[Hashable]) -> list[int]:
         """What `init`, then `update` returns, of arrays that are called so."""
@@ -379,7 +381,7 @@ class _Program(NamedTuple):
             named = list(zip(called, map(values.type, self.shapes), strict=True))
             return [values.of(kind, *x) for x in named[among]]
 
-        leaves, rest = slice(self.count), slice(self.count, None)
+        leaves, rest = slice(self.leaves), slice(self.leaves, None)
         params = given("parameter", leaves)
         every = [*given("gradient", leaves), *given("state", rest), *params]
         start = _run(values, self.init, params)
@@ -501,7 +503,7 @@ class Elementwise:
         ):
             if x != y:
                 # What it begins with comes first, and then what `update` returns.
-                place = (place + whole.count) % (len(whole.names))
+                place = (place + whole.leaves) % (len(whole.names))
                 raise Mixes(
                     f"{whole.result(place)} is made in another way of flat pieces than "
                     "of whole arrays, as with a mask by `ndim`",
@@ -512,7 +514,7 @@ class Elementwise:
 class Leafwise(NamedTuple):
     """What a transformation does to each leaf of a tree, read off its program."""
 
-    kinds: list[Hashable]  # of each leaf: equal where both are treated alike
+    kinds: Sequence[Hashable]  # of each leaf: equal where both are treated alike
     own: list[frozenset[str]]  # of each leaf: the names of its own state
     shared: dict[str, Hashable]  # of the state of no leaf, by name: what becomes of it
 
@@ -541,7 +543,7 @@ def leafwise(
         Mixes: What it does to a leaf depends on others, or it cannot be traced.
     """
     program = _trace(inner, params, axes)
-    count, owners = program.count, []
+    count, owners = program.leaves, []
     for place, read in enumerate(program.reads(())):
         by = {x: "" for x in read.here} | {x: f", by `{y}`" for x, y in read.elsewhere}
         found = sorted(x for x in by if not isinstance(x, str))
@@ -570,7 +572,7 @@ def leafwise(
 
 
 def reads(function: Callable[..., Any], given: Mapping[str, Tree]) -> set[str]:
-    """The names of the arguments on which a function's result depends.
+    """The names of the arguments on whose numbers a function's result depends.
 
     Args:
         function: A function of arrays, called as `function(**given)`.

@@ -28,6 +28,7 @@ from optx_sync.comm.varying import localize
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.error_feedback import ErrorFeedbackState, error_feedback
 from optx_sync.exchange.pieces import cut
+from optx_sync.meetings import alone
 from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.signatures import readable as _readable
@@ -105,7 +106,7 @@ reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
             f"of a {c.dtype}{list(shape)} it makes {result.dtype}{result.shape}",
             "Reduce over no axis, and keep the dtype.",
         )
-    work.weigh_alone(rule, c, at)
+    alone.weigh_alone(rule, c, at)
     options: Any = {"communication_period": communication_period}
     alike = rule._replace(weigh=None)
     tx = center_variable(optax.sgd(0.1), alike, _AXIS, **options)

@@ -74,6 +74,7 @@ state = workers.start((params, opt_state))
 manager.save(3, args=ocp.args.StandardSave(state))
 manager.wait_until_finished()
 """
+IN_PIECES = 'oxs.cross_shard({}, "data", shard_state=True).init(params)'
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
@@ -268,6 +269,30 @@ CODE = {
     "`optax.MultiSteps` inside of a center rule": (
         "inner = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()\n"
         'tx = oxs.diloco(inner, "workers")\n' + WITH
+    ),
+    "A mask by `ndim` with `shard_state=True`": IN_PIECES.format(
+        "optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))"
+    ),
+    "inside of `MultiSteps`": IN_PIECES.format(
+        "optax.MultiSteps(optax.adamw(0.1, mask=lambda p: jax.tree.map("
+        "lambda x: x.ndim > 1, p)), 4).gradient_transformation()"
+    ),
+    "Optax's clip by the global norm with `shard_state=True`": IN_PIECES.format(
+        "optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))"
+    ),
+    "behind `zero_nans` in `MultiSteps`": IN_PIECES.format(
+        "optax.MultiSteps(optax.chain(optax.zero_nans(), optax.clip_by_global_norm("
+        "1.0), optax.adam(0.1)), 4).gradient_transformation()"
+    ),
+    "The clip in an outer optimizer in pieces": (
+        "outer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.7))\n"
+        'oxs.diloco(optax.sgd(0.1), "workers", outer=outer, shard_center=True)'
+        ".init(params)"
+    ),
+    'The clip with `shard_state="leaves"`': (
+        "inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))\n"
+        "two = params | {'b': jnp.zeros(3)}\n"
+        'oxs.cross_shard(inner, "data", shard_state="leaves").init(two)'
     ),
     "Something behind a center rule in `optax.chain`": (
         "tx = optax.chain(tx, optax.clip(1.0))\n" + WITH

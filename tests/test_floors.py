@@ -21,10 +21,11 @@ ROOMS = {
     4: "outer placement programs",
     5: "exchange fingerprints gradients metrics optimizers step",
     6: "center peers replicas",
-    7: "by_hand rules runtime simulate",
-    8: "flax front testing",
-    9: "audit elastic",
-    10: "__init__",
+    7: "by_hand meetings rules",
+    8: "runtime simulate",
+    9: "flax front testing",
+    10: "audit elastic",
+    11: "__init__",
 }
 FLOORS = {room: floor for floor, rooms in ROOMS.items() for room in rooms.split()}
 
@@ -52,8 +53,8 @@ GROUND = {
     ),
     "optimizers": files("optimizers/: rule"),
     "center": files(
-        "center/: coded contract worker fragments state checks inner_state lockstep "
-        "round turns"
+        "center/: contract worker fragments state checks inner_state lockstep round "
+        "turns"
     ),
     "peers": files(
         "peers/: graphs stability "
@@ -61,7 +62,8 @@ GROUND = {
         "rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
-    "front": files("front/: processes checkpoints step comparison"),
+    "front": files("front/: processes checkpoints step kinds comparison"),
+    "meetings": files("meetings/: alone coded quorum"),
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "

@@ -143,6 +143,7 @@ optax.inject_hyperparams(oxs.clip_by_global_norm, static_args="axis_name")(1.0, 
 own_clip()
 own_clip(lambda x: jnp.where(jnp.isnan(x), 0, x / 3) ** 2)
 own_clip(lambda x: x != 0)
+optax.chain(optax.scale_by_adam(), own_clip())
 loop(lambda x: x / 2)
 loop(lambda x: jax.lax.fori_loop(0, 3, lambda k, x: x / (k + 1), x))
 by_hand(lambda x: jnp.where(x > 0, x, 0.1 * x))
@@ -186,6 +187,7 @@ oxs.optimizers.normalized_sgd(0.1)  # by `reduce_sum`
 oxs.clip_by_global_norm(1.0, "another")  # reads all of the gradient of
 own_clip(total=False)  # by `reduce_sum`
 own_clip(jnp.exp)  # by `reduce_sum`
+own_clip(lambda x: x / jnp.abs(x))  # by `reduce_sum`
 own_clip(jnp.ones_like)  # reads the size of a piece
 each(lambda x: x / x.size)  # in another way
 each(lambda x: x / jax.lax.psum(1, AXIS))  # in another way
@@ -196,6 +198,7 @@ each(lambda x: x * jnp.arange(x.size).reshape(x.shape))  # what `iota` makes by 
 each(lambda x: jnp.flip(x.reshape(-1)).reshape(x.shape))  # by `rev`
 each(lambda x: jnp.cumsum(x.reshape(-1)).reshape(x.shape))  # by `cumsum`
 each(lambda x: jnp.array(np.arange(x.size)).reshape(x.shape) * x)  # a constant array of
+loop(lambda x: x / max(x.ndim, 2))  # the update of ['s'] is made in another way
 loop(lambda x: x / x.sum())  # by `reduce_sum`
 over(lambda x, rate: x * rate / x.sum())  # by `reduce_sum`
 by_hand(lambda x: x / x.sum())  # by `reduce_sum`
@@ -366,8 +369,8 @@ multi(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))  # program for one leaf is a
             PASSED,
         ),
         (
-            lambda tx: oxs.diloco(optax.sgd(0.1), AXIS, outer=tx, shard_center=True),
-            "shard_center=True gives the outer optimizer flat pieces",
+            lambda tx: oxs.diloco(optax.sgd(0.1), AXIS, outer=tx, shard_state=True),
+            "shard_state=True gives the outer optimizer flat pieces",
             PASSED,
         ),
         (

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from optx_sync.center.contract import CenterRule, InnerState, Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.checks import check_grads, check_one_worker, integer
+from optx_sync.checks import check_grads, check_one_worker
 from optx_sync.comm.collectives import ALONE, AxisName
 from optx_sync.comm.varying import require_local, require_varying
 from optx_sync.exchange.contract import Exchange
@@ -145,12 +145,6 @@ IN_A_STEP: Refused[Asked] = (
         "optimizer of its own for the center, outer=, or leave overlap=True out.",
     ),
 )
-
-
-def check_delay(delay: int | None) -> int:
-    """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
-    mend = "It is static, in steps: pass 1, say."
-    return 0 if delay is None else integer("delay", delay, mend, least=0)
 
 
 def refuse_hidden_center(state: optax.OptState) -> None:

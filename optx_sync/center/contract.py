@@ -190,30 +190,6 @@ def check_rule(rule: object, call: str) -> None:
         )
 
 
-def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
-    """The rule with the `weigh=` of a run; a TypeError if that is not a function."""
-    if weigh is None:
-        return rule
-    if not callable(weigh):
-        raise TypeError(
-            f"weigh must be a function of a Round; got {brief(weigh)}. Write for "
-            "example weigh=lambda at: (1 + at.staleness) ** -0.5."
-        )
-    return rule._replace(weigh=weigh)
-
-
-def check_suits(rule: CenterRule, num_workers: int, period: Period) -> None:
-    """Refuse a rule that was made for another number of workers, or another period."""
-    if rule.num_workers not in (None, num_workers):
-        raise ValueError(
-            f"The rule was made for num_workers={rule.num_workers}, but there are "
-            f"{num_workers} workers. Leave num_workers out of the rule, or make them "
-            "equal."
-        )
-    if rule.check is not None:
-        rule.check(period)
-
-
 def check_period(communication_period: Period) -> Period:
     """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule."""
     if callable(communication_period):

@@ -132,57 +132,6 @@ def contribute(
     return jax.tree.map(one, center, params, taken, accumulated)
 
 
-def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
-    """What a worker that comes alone adds to the mean that the rule asks for."""
-    if rule.mean_over != "workers":
-        return contribution
-    return jax.tree.map(
-        lambda x: x / jnp.asarray(at.num_workers, x.dtype), contribution
-    )
-
-
-def weigh_alone(
-    rule: CenterRule, contribution: Tree, at: Round
-) -> tuple[Tree, jax.Array]:
-    """(the contribution of one that comes alone, weighed; whether its factor is not 0).
-
-    A contribution of factor 0 is dropped: the center stays, momentum and all.
-    """
-    factor = factor_of(rule, at)
-    if factor is None:
-        return contribution, jnp.bool_(True)
-    weighed = jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
-    return weighed, factor.astype(jnp.bool_)
-
-
-def factor_of(rule: CenterRule, at: Round) -> jax.Array | None:
-    """The rule's `weigh` of a contribution, a scalar; `None` if it has none."""
-    if rule.weigh is None:
-        return None
-    # A user's formula may mix integers and Python numbers; the result is a float.
-    with jax.numpy_dtype_promotion("standard"):
-        factor = jnp.asarray(rule.weigh(at))
-    if factor.ndim:
-        raise ValueError(
-            "weigh must return a scalar, by which a contribution is multiplied; got an "
-            f"array of shape {factor.shape}."
-        )
-    return factor
-
-
-def absorb(
-    rule: CenterRule, center: Center, total: Tree, /, **extra_args: Any
-) -> Center:
-    """The center after it has absorbed the sum or mean of the contributions."""
-    value, outer = center
-    if rule.outer is None:
-        value = jax.tree.map(lambda c, t: c + t.astype(c.dtype), value, total)
-        return Center(value, outer)
-    outer_tx = optax.with_extra_args_support(rule.outer)
-    updates, outer = outer_tx.update(total, outer, value, **extra_args)
-    return Center(optax.apply_updates(value, updates), outer)
-
-
 def take(
     rule: CenterRule, worker: Worker, before: Tree, after: Tree, at: Round
 ) -> Worker:

@@ -287,6 +287,14 @@ class Workers:
         over the workers, integers and flags too, in float32. A second program does that
         after the step, so the step itself sends nothing where its optimizer does not.
 
+        A step with center rules has a program for each kind of step: one in which
+        nobody meets, and one for each part that does. They have no conditional, so a
+        quiet step sends nothing and XLA may hide what the others send. Which one comes
+        next is counted here, or read from the state's counters where the state is not
+        the one that the last step returned. A rule whose counters do not come back as
+        it made them (two updates in one step, a loop over steps), or with which there
+        would be more than nine programs, has conditionals.
+
         Args:
             fun: `(*state, *batches, **batches)` of one worker.
             state: How many arguments are state.
@@ -299,7 +307,10 @@ class Workers:
             donate: Whether the new state reuses the old state's buffers.
 
         Returns:
-            The step for all workers. Its `lower` is that of `jax.jit`.
+            The step for all workers. Its `lower`, as that of `jax.jit`, is of all kinds
+            of step in one program, with conditionals. `lower_kinds` gives each kind's
+            program by what meets in it: of one center rule `(-1,)` where nobody does,
+            `(k,)` where part k does.
 
         Raises:
             ValueError: A batch that cannot be split evenly; a state that comes back

@@ -66,7 +66,7 @@ def stacked(
 
     Args:
         inner: The transformation. It must act on each leaf alone, as
-            `optax.contrib.muon` does; `init` tests this by a trial.
+            `optax.contrib.muon` does; `init` reads that off its program.
         spec: How the stacks lie along their first dimension: `jax.P("fsdp")`, or a
             tuple of axes. A `NamedSharding` brings its mesh; otherwise `init` and
             `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.

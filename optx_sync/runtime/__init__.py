@@ -7,9 +7,9 @@ connection, any object with the methods of `Connection`; a `Server` in the same 
 is one.
 """
 
-from optx_sync.center.meetings import Quorum as Quorum
-from optx_sync.center.meetings import one as one
-from optx_sync.center.meetings import quorum as quorum
+from optx_sync.meetings.quorum import Quorum as Quorum
+from optx_sync.meetings.quorum import one as one
+from optx_sync.meetings.quorum import quorum as quorum
 from optx_sync.replicas.tokens import SyncReplicas as SyncReplicas
 from optx_sync.runtime.display import History as History
 from optx_sync.runtime.group import GroupConnection as GroupConnection

@@ -19,9 +19,10 @@ import optax
 
 from optx_sync.center import contract
 from optx_sync.center.fragments import Fragments, steps_between
-from optx_sync.center.meetings import Quorum
 from optx_sync.checks import check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.display import (
@@ -157,7 +158,7 @@ def run(
     """
     if weigh is not None:
         contract.check_rule(agreement, "run(..., oxs.rules.diloco(), ..., weigh=weigh)")
-        agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
+        agreement = alone.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
         meet,

@@ -23,8 +23,8 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.meetings import Quorum
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings.coded import bytes_of
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, Held, way_of
 from optx_sync.runtime.agreements.contract import Settings

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.meetings import Quorum
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, interval
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings.coded import bytes_of
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply

@@ -7,16 +7,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
-from optx_sync.center.checks import check_delay
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.alone import check_delay
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.simulate.engine import Engine, engine_of
@@ -33,14 +35,7 @@ class OnTheWay(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """State of one worker; of all workers with a worker axis in front, [N, ...].
-
-    Attributes:
-        params: Its parameters, those of its `worker`, as are the next three.
-        inner: The state of its own optimizer.
-        taken: The center that it took last, or () if the rule does not read it.
-        accumulated: Its sum since its last round, or ().
-    """
+    """State of one worker; of all workers with a worker axis in front, [N, ...]."""
 
     worker: Worker
     exchange: Tree  # the memory of the code of its pushes, for each part, or ()
@@ -53,10 +48,25 @@ class WorkerState(NamedTuple):
     pending: Any  # with `delay`, its contribution `OnTheWay`; or ()
     broken: Any  # bool[], whether it was not finite since its last round; or ()
 
-    params = property(lambda self: self.worker.params)
-    inner = property(lambda self: self.worker.inner)
-    taken = property(lambda self: self.worker.taken)
-    accumulated = property(lambda self: self.worker.accumulated)
+    @property
+    def params(self) -> Tree:
+        """Its parameters."""
+        return self.worker.params
+
+    @property
+    def inner(self) -> Tree:
+        """The state of its own optimizer."""
+        return self.worker.inner
+
+    @property
+    def taken(self) -> Tree:
+        """The center that it took last, or () if the rule does not read it."""
+        return self.worker.taken
+
+    @property
+    def accumulated(self) -> Tree:
+        """Its sum since its last round, or ()."""
+        return self.worker.accumulated
 
 
 class AsynchronousState(NamedTuple):
@@ -76,7 +86,7 @@ class AsynchronousRecord(NamedTuple):
     # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree  # those of the worker that stepped, in their own dtypes
     center: Tree  # float32 for half precision parameters
-    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    events: np.ndarray  # the numbers of these events, from 0
     local_step: Int32[Array, " events"]  # steps of the event's worker so far
     global_step: Int32[Array, " events"]  # rounds of all workers so far
     # [T, ...], the result of the function `record` after each event; None without one.
@@ -310,7 +320,7 @@ class _Run(NamedTuple):
             num_pushed=own.rounds + 1,
         )
         own, brought, well = engine.bring(part, own, now.center, at)
-        brought, counts = work.weigh_alone(engine.rule, brought, at)
+        brought, counts = alone.weigh_alone(engine.rule, brought, at)
         counts &= well
         applied = now.applied + counts.astype(jnp.int32)
         own = own._replace(

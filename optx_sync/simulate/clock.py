@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from optx_sync.center.checks import check_delay
 from optx_sync.center.fragments import steps_between
-from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.checks import check_function, integer, interval
+from optx_sync.meetings.alone import check_delay
+from optx_sync.meetings.quorum import Quorum, check_meet
 
 # Of each worker a number, or `(worker, its step from 0 on) -> number`.
 PerStep: TypeAlias = Sequence[float] | Callable[[int, int], float]

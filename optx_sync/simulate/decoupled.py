@@ -13,12 +13,13 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.meetings import Quorum, check_meet
 from optx_sync.center.worker import Center, Worker
 from optx_sync.exchange import landing
 from optx_sync.exchange.agree import agree
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
+from optx_sync.meetings import alone
+from optx_sync.meetings.quorum import Quorum, check_meet
 from optx_sync.metrics import Info
 from optx_sync.options import Refused, refuse
 from optx_sync.placement.axes import stack
@@ -317,9 +318,9 @@ class _Run(NamedTuple):
         else:
             own, brought, _ = self.engine.bring(part, own, center, at)
         if self.engine.alone:
-            brought, weight = work.weigh_alone(rule, brought, at)
+            brought, weight = alone.weigh_alone(rule, brought, at)
         else:
-            factor = work.factor_of(rule, at)
+            factor = alone.factor_of(rule, at)
             weight = 1.0 if factor is None else factor
         return own._replace(
             brought=parts.put(own.brought, part, brought),

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center import coded, contract
+from optx_sync.center import contract
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, Partition, check_fragments
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone, coded
 from optx_sync.optimizers.rule import RuleState
 from optx_sync.simulate.replay import GradFn
 from optx_sync.trees import Tree, is_finite, where
@@ -47,9 +48,9 @@ def engine_of(
     inner = check_inner(inner, call)
     check_function("grad_fn", grad_fn, "It takes (worker, params, number).")
     contract.check_rule(rule, call)
-    rule = contract.weighed(rule, weigh)
+    rule = alone.weighed(rule, weigh)
     period = contract.check_period(communication_period)
-    contract.check_suits(rule, num_workers, period)
+    alone.check_suits(rule, num_workers, period)
     exchange = coded.check_code(exchange, rule)
     params = jax.tree.map(jnp.asarray, params)
     parts = Partition(check_fragments(fragments), work.start_center(params))
@@ -128,7 +129,7 @@ class Engine(NamedTuple):
         if self.drop_nonfinite:
             well = ~own.broken & is_finite(brought)
         if self.alone:
-            brought = work.share_of_one(self.rule, brought, at)
+            brought = alone.share_of_one(self.rule, brought, at)
         if self.exchange is None:
             return own, brought, well
         known = parts.of_each(own.exchange, part)
@@ -166,7 +167,7 @@ class Engine(NamedTuple):
         """
         parts, (value, outer) = self.parts, center
         before = Center(parts.pick(value, part), parts.of_each(outer, part))
-        after = work.absorb(self.rule, before, total, **extra)
+        after = alone.absorb(self.rule, before, total, **extra)
         if counts is not None:
             after = where(counts, after, before)
         value = parts.put(value, part, after.value)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -42,7 +43,7 @@ class SyncReplicasRecord(NamedTuple):
     averages: Tree  # like the parameters; None without `variable_averages`
     blocked: Any  # bool[K, N], the workers that wait for a token
     local_step: Any  # int32[K, N], the token that each worker took last
-    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    events: np.ndarray  # the numbers of these events, from 0
     accepted: Bool[Array, " events"]  # whether the gradient was accumulated
     updated: Bool[Array, " events"]  # whether it completed an update
     tokens: Int32[Array, " events"]  # in the queue

@@ -51,7 +51,7 @@ CASES: dict[str, Any] = {
         OPTAX,
         oxs.cross_shard(ADAM, AXIS, grads="averaged", shard_state=True),
     ),
-    "outer": diloco(OURS, shard_center=True),
+    "outer": diloco(OURS, shard_state=True),
 }
 WHOLE: dict[str, Any] = dict.fromkeys(CASES, oxs.cross_shard(clipped(OPTAX), AXIS)) | {
     "several steps": oxs.cross_shard(
@@ -138,7 +138,7 @@ OURS.update(ROWS, OURS.init(ROWS))  # ValueError: row-sparse, which clip_by_glob
 oxs.cross_shard(INNER, AXIS, shard_state="leaves").init(PARAMS)
     # ValueError: reads all of the gradient of \['.*'\].*all_reduce_grads\('data'\)
 oxs.cross_shard(INNER, "other", shard_state=True).init(PARAMS)
-    # ValueError: oxs.clip_by_global_norm\XX .*all_reduce_grads
-diloco(oxs.clip_by_global_norm(1.0, "other"), shard_center=True).init(PARAMS)
-    # ValueError: oxs.clip_by_global_norm\(1.0, 'data'\). Or leave shard_center=True out
+    # ValueError: \(1.0, 'other'\), or put .*all_reduce_grads\('other'
+diloco(oxs.clip_by_global_norm(1.0, "other"), shard_state=True).init(PARAMS)
+    # ValueError: oxs.clip_by_global_norm\(1.0, 'data'\). Or leave shard_state=True out
 """)

@@ -9,14 +9,14 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.center.coded import (
+from optx_sync.center.worker import start_center
+from optx_sync.meetings.coded import (
     bytes_of,
     decoded,
     encoded,
     message_shapes,
     start_codes,
 )
-from optx_sync.center.worker import start_center
 from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
 from optx_sync.simulate import asynchronous
 from tests.refusals import all_refused, refused

@@ -88,13 +88,25 @@ def test_exploration_finds_a_loss_that_is_not_told(monkeypatch):
         Explorer(1, (0,)).explore()
 
 
+def of(epoch, *place):
+    """What a server answers: its epoch, and the state of the pushes of one part."""
+    places = (protocol.Place(*place),)
+    return protocol.Standing(epoch, protocol.Entry(places, 5, 1))
+
+
+def test_a_push_that_is_sent_again_is_not_told_as_lost():
+    """It was applied and saved before one death, and the next one took that too."""
+    client = protocol.begin(protocol.Client(0), "enter")
+    client = protocol.begin(protocol.hears(client, of(1)), "send", 0, 1)
+    for place in ((1, (5, 1), 1), ()):
+        client = protocol.hears(client, protocol.Turned(*of(2, *place)[:2]))
+        assert client.phase == "send"
+    client = protocol.hears(client, of(3, 1, (5, 1), 1))
+    assert client.phase == "idle" and client.lost == 0
+
+
 def test_a_loss_is_told_though_the_next_push_was_refused():
     """What a server's going back took is told with the first push that is answered."""
-
-    def of(epoch, *place):
-        places = (protocol.Place(*place),)
-        return protocol.Standing(epoch, protocol.Entry(places, 5, 1))
-
     client = protocol.begin(protocol.Client(0), "enter")
     client = protocol.hears(client, of(1))
     for serial, answers in [

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
-from optx_sync.center.coded import (
+from optx_sync.center.contract import Round
+from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.coded import (
     encoded,
     message_shapes,
     plus_decoded,
     start_codes,
 )
-from optx_sync.center.contract import Round
-from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
 from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.agreements.contract import AtOnce
@@ -137,9 +138,9 @@ class Center(AtOnce):
         at = self.at._replace(**known)
         total = self.contribution(sent, center, at)
         if self.at_server:
-            total = work.share_of_one(self.rule, total, at)
-        total, counts = work.weigh_alone(self.rule, total, at)
-        after = work.absorb(self.rule, before, total, num_workers=at.num_workers)
+            total = alone.share_of_one(self.rule, total, at)
+        total, counts = alone.weigh_alone(self.rule, total, at)
+        after = alone.absorb(self.rule, before, total, num_workers=at.num_workers)
         if self.rule.weigh is not None:
             after = where(counts, after, before)
         center, outer = after

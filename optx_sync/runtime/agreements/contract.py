@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.trees import Tree
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices

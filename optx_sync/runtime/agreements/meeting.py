@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
-from optx_sync.center.meetings import Quorum
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.own import Terms
 from optx_sync.runtime.agreements.saved import Notes
@@ -154,7 +155,7 @@ class Meetings(Center):
         def one(sent, known):
             at = self.at._replace(**known)
             total = self.contribution(sent, before.value, at)
-            memory, factor = self.merge.init(total), work.factor_of(rule, at)
+            memory, factor = self.merge.init(total), alone.factor_of(rule, at)
             met = self.merge.meet(total, memory, AXIS, weight=factor)
             return met.mean, jnp.asarray(met.weight, jnp.float32)
 
@@ -163,7 +164,7 @@ class Meetings(Center):
         total, weight = jax.tree.map(lambda x: x[0], everyones)
         if rule.mean_over is None:
             total = jax.tree.map(lambda x: x * weight.astype(x.dtype), total)
-        after = work.absorb(rule, before, total)
+        after = alone.absorb(rule, before, total)
         after = where(weight > 0, after, before)
         return variables.arrays(after.value), after.outer, is_finite(after)
 

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 
 from optx_sync.center import worker as work
-from optx_sync.center.coded import encoded, plus_decoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings import alone
+from optx_sync.meetings.coded import encoded, plus_decoded, start_codes
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
 from optx_sync.runtime.agreements.memory import Received, Sharing
@@ -218,7 +219,7 @@ class OfCenter:
         worker, total = work.bring(self.rule, worker, x, at)
         contributed = ()
         if self.traffic.sends == ("contribution",):
-            contributed = work.share_of_one(self.rule, total, at)
+            contributed = alone.share_of_one(self.rule, total, at)
             sent = {"contribution": contributed}
             if self.exchange is not None:
                 message, codes = encoded(self.exchange, contributed, codes)

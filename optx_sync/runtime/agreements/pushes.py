@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.exchange.contract import Exchange
+from optx_sync.meetings.coded import decoded, message_shapes
 from optx_sync.rows.slices import FIRST_PADDING
 from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.messages import Arrays

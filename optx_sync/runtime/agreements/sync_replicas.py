@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.center.meetings import one
 from optx_sync.checks import check_inner
+from optx_sync.meetings.quorum import one
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.tokens import (
     Chief,

@@ -3,11 +3,11 @@
 
 import jax.numpy as jnp
 
-from optx_sync.center.checks import check_delay
-from optx_sync.center.coded import check_code, check_pull_code
-from optx_sync.center.contract import CenterRule, Round, check_suits, static_period
+from optx_sync.center.contract import CenterRule, Round, static_period
 from optx_sync.center.fragments import check_fragments, steps_between
-from optx_sync.center.meetings import check_meet
+from optx_sync.meetings.alone import check_delay, check_suits
+from optx_sync.meetings.coded import check_code, check_pull_code
+from optx_sync.meetings.quorum import check_meet
 from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.contract import Settings, Way
 from optx_sync.runtime.agreements.meeting import Meetings
