@@ -394,7 +394,7 @@ METHODS = {
     "DiLoCo, in parts": Method(
         "codes",
         diloco(exchange=fed(BITS4), fragments=PARTS, overlap=True),
-        f"{PARTS} parts, behind the next step, 4 bits with feedback; published 0.5 kept",
+        f"{PARTS} parts behind the next step, 4 bits with feedback; published 0.5 kept",
         STREAMING,
         hidden=PARTS / PERIOD,
     ),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import characters
 import numpy as np
-import optax
 from report import each, of_seeds, processes
 
 PARTS = 5
