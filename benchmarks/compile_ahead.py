@@ -51,7 +51,9 @@ MEETS = {
         True,
     ),
 }
-# Two pods whose workers are sharded, or share a step's work, and a center elsewhere:
+# The program of one kind of step, by `Workers.step`: the first part lands.
+LANDS = "diloco in 4 parts, where one lands"
+# Two pods whose workers are sharded, or share a step's work:
 # the inner axis, what is made of it, and what a loop on the host says of the step.
 POD_AXIS, POD_PERIOD = "chips", 100
 # Of the model of real size: above what XLA joins into one all-reduce by itself.
@@ -61,8 +63,8 @@ LARGE_CASES = (
     "cross_shard, state in pieces",
     "local_sgd",
     "diloco",
-    "diloco, center in pieces",
-    "diloco in 4 parts, a step later",
+    "diloco, outer state in pieces",
+    LANDS,
     "diloco, 8 bits",
     "diloco, 4 bits with feedback",
     "diloco, top-k",
@@ -153,18 +155,18 @@ def cases() -> dict[str, Callable[[int], Any]]:
     def reducing(**more: Any) -> Callable:
         return lambda n: oxs.cross_shard(inner, AXIS, **more)
 
-    streaming = {"fragments": PERIOD, "delay": 1, "keep_local": 0.5}
+    streaming = {"fragments": PERIOD, "overlap": True}
     every: dict[str, Callable[[int], Any]] = {
         "cross_shard": reducing(),
         "sync_replicas": lambda n: oxs.sync_replicas(inner, AXIS, n),
         "sync_replicas, accumulating": lambda n: oxs.sync_replicas(inner, AXIS, 2 * n),
         "local_sgd": meeting(oxs.local_sgd),
         "diloco": meeting(oxs.diloco),
-        "diloco in 4 parts, a step later": meeting(oxs.diloco, **streaming),
+        LANDS: meeting(oxs.diloco, **streaming),
         "agn": meeting(oxs.agn, optax.sgd(0.1)),
         "elastic_average": meeting(oxs.elastic_average, rho=0.0),
         "cross_shard, state in pieces": reducing(shard_state=True),
-        "diloco, center in pieces": meeting(oxs.diloco, shard_center=True),
+        "diloco, outer state in pieces": meeting(oxs.diloco, shard_state=True),
         "gossip on a ring": meeting(oxs.gossip),
         "noloco": meeting(oxs.noloco),
     }
@@ -193,7 +195,7 @@ def in_pods() -> dict[str, tuple[Any, bool, dict[str, Any]]]:
         return oxs.diloco(inner, AXIS, communication_period=POD_PERIOD, **more)
 
     meets, quiet = {"meet": True}, {"meet": False}
-    found = {
+    return {
         "sharded pods, adamw alone": (adamw, False, {}),
         "sharded pods, diloco, quiet": (diloco(adamw), False, quiet),
         "sharded pods, diloco, meets": (diloco(adamw), False, meets),
@@ -206,13 +208,6 @@ def in_pods() -> dict[str, tuple[Any, bool, dict[str, Any]]]:
         "pods of replicas, muon on owners, quiet": (diloco(owned), True, quiet),
         "pods of replicas, muon on owners, meets": (diloco(owned), True, meets),
     }
-    if PLATFORM is TPU:  # JAX tells no memories of GPUs that are not there.
-        spare = diloco(adamw, center_memory="pinned_host")
-        found |= {
-            "sharded pods, center on the host, quiet": (spare, False, quiet),
-            "sharded pods, center on the host, meets": (spare, False, meets),
-        }
-    return found
 
 
 def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
@@ -258,9 +253,36 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
 
 def compile_case(case: str, mesh: Mesh, dtype: Any, **size: int) -> jax.stages.Compiled:
     """The step of a case."""
+    if case == LANDS:
+        return compile_landing(cases()[case](mesh.size), mesh, dtype, **size)
     more = {"meet": MEETS[case][1]} if case in MEETS else {}
     apply = functools.partial(oxs.apply_gradients, **more)
     return compile_step(cases()[case](mesh.size), mesh, dtype, apply, **size)
+
+
+def compile_landing(
+    tx: Any,
+    mesh: Mesh,
+    dtype: Any,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    examples: int = EXAMPLES,
+) -> jax.stages.Compiled:
+    """The program of `Workers.step` for the steps in which the first part lands."""
+    workers = oxs.Workers(mesh.size, AXIS, mesh=mesh)
+    layer = jax.ShapeDtypeStruct((width, width), dtype)
+    params = {f"layer {i}": layer for i in range(layers)}
+
+    @functools.partial(workers.step, state=2)
+    def step(params, state, batch):
+        grads = jax.grad(loss)(params, batch)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    split = NamedSharding(mesh, P(AXIS))
+    batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
+    with jax.numpy_dtype_promotion("standard"):
+        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
+        return step.lower_kinds(*state, batch)[(0,)].compile()
 
 
 def compile_step(
@@ -364,10 +386,8 @@ def study_pods(page: Any, machine: str) -> None:
         shown = [row[key] for key in ("collectives", "inside", "between", "memory")]
         if PLATFORM is GPU:  # XLA tells no more of these
             return [case, *shown]
-        memory: Any = step.memory_analysis()
         cost: Any = step.cost_analysis()
-        shown += [memory.host_argument_size_in_bytes, int(cost["flops"])]
-        return [case, *shown]
+        return [case, *shown, int(cost["flops"])]
 
     rows = each(f"{machine}, in pods", found, in_pods())
     page.table("pods", rows.values(), machine=machine, dtype="bfloat16")

@@ -55,7 +55,7 @@ def methods() -> dict[str, Method]:
         tx = oxs.diloco(inner, AXIS, communication_period=period, **options)
         return Method(tx, period)
 
-    parts = {"fragments": oxs.rules.strided(2), "delay": 1}
+    parts = {"fragments": oxs.rules.strided(2), "overlap": True}
     return {
         "no exchange": Method(inner, 50),
         "cross_shard": Method(oxs.cross_shard(inner, AXIS), 1),
@@ -64,7 +64,6 @@ def methods() -> dict[str, Method]:
         "diloco, H = 200": diloco(200),
         "H = 10, 4 bits": diloco(10, exchange=codes),
         "H = 10, two parts, a step later": diloco(10, **parts),
-        "H = 10, shard_center": diloco(10, shard_center=True),
         NOLOCO: Method(oxs.noloco(inner, AXIS, communication_period=10), 10),
     }
 

@@ -135,7 +135,7 @@ class Method(NamedTuple):
     inner: str = "adamw"
     axes: dict[str, int] = {AXIS: WORKERS}  # noqa: RUF012 (never changed)
     period: Any = None  # a schedule of steps between rounds, if it is no number
-    hidden: bool = False  # what is sent has a step's time to travel
+    hidden: float = 0.0  # the share of steps behind which what is sent travels
     arrives: str = ""  # a simulator, if workers do not march in step
     share: float = 1.0  # of a round's bytes, that leave in the mean of all rounds
     by: Any = None  # its rule of the center, or when a meeting of it is full
@@ -228,8 +228,8 @@ ROBUST = "one of eight may lie; published for gradients"
 SPARSE = fed(ex.top_k(64, 4096, bits=2), decay=0.95)
 BITS4 = ex.quantized(bits=4)
 RADIAL = ex.radial(direct=lambda path: "table" in path)
-DECOUPLED: Any = {"kind": "asynchronous", "hidden": True, "arrives": "quorum"}
-DECOUPLED |= {"wrap": diloco(fragments=PARTS, delay=LATER)}
+DECOUPLED: Any = {"kind": "asynchronous", "hidden": 1.0, "arrives": "quorum"}
+DECOUPLED |= {"wrap": diloco(fragments=PARTS)}
 DECOUPLED |= {"source": "Decoupled DiLoCo 2026, arXiv 2604.21428"}
 METHODS = {
     "data parallel": Method(
@@ -393,16 +393,16 @@ METHODS = {
     ),
     "DiLoCo, in parts": Method(
         "codes",
-        diloco(exchange=fed(BITS4), fragments=4, delay=1),
-        "4 parts, a step late, 4 bits with feedback, nothing kept; published 0.5 kept",
+        diloco(exchange=fed(BITS4), fragments=PARTS, overlap=True),
+        f"{PARTS} parts behind the next step, 4 bits with feedback; published 0.5 kept",
         STREAMING,
+        hidden=PARTS / PERIOD,
     ),
     "DiLoCo, a part a step": Method(
         "codes",
-        diloco(exchange=fed(BITS4), fragments=PERIOD, delay=1),
-        f"{PERIOD} parts, one in each step, hidden; 4 bits with feedback",
+        diloco(exchange=fed(BITS4), fragments=PERIOD, overlap=True),
+        f"{PERIOD} parts, one in each step, in conditionals; 4 bits with feedback",
         STREAMING,
-        hidden=True,
     ),
     "SparseLoCo": Method(
         "codes",

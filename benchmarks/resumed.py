@@ -96,14 +96,14 @@ CASES: dict[str, Case] = {
     ),
     "diloco": _diloco(),
     "diloco, drop_nonfinite, measure": _diloco(**GUARDED)._replace(broken=True),
-    "diloco, shard_center": _diloco(shard_center=True),
+    "diloco, shard_state": _diloco(shard_state=True),
     "diloco, 4 bits with feedback": _diloco(exchange=FEEDBACK),
     "diloco, fragments=2": _diloco(fragments=2),
-    "diloco, delay=1": _diloco(delay=1),
-    "diloco, fragments=2, delay=1, 4 bits with feedback": _diloco(
-        fragments=2, delay=1, keep_local=0.5, exchange=FEEDBACK
+    "diloco, overlap": _diloco(overlap=True),
+    "diloco, fragments=2, overlap, 4 bits with feedback": _diloco(
+        fragments=2, overlap=True, exchange=FEEDBACK
     ),
-    "diloco, fragments=4, delay=1 (in every step)": _diloco(fragments=4, delay=1),
+    "diloco, fragments=4, overlap (in every step)": _diloco(fragments=4, overlap=True),
     "diloco, delayed_nesterov": _diloco(outer=DELAYED),
     "diloco around local_sgd": Case(
         oxs.diloco(

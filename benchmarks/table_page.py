@@ -36,15 +36,16 @@ class Traffic(NamedTuple):
 
     bytes: float  # for each parameter of four bytes, on a ring
     messages: float  # one after another
-    hidden: bool  # behind the computation of a step
+    hidden: float  # behind the computation of this share of the steps
 
     def share(self, gbits: float, latency: float, parameters: float, step: float):
         """The share of time in which a worker computes, as `audit.time` counts."""
         size, link = round(self.bytes * parameters), ((0, 1),)
-        row = oxs.audit.Collective("send", size, 1, link, False, self.hidden)
-        late = latency * self.messages
-        found = oxs.audit.time([row], gbits=gbits, step_seconds=step, latency=late)
-        return found.utilisation
+        row = oxs.audit.Collective("send", size, 1, link, False, self.hidden > 0)
+        given = {"latency": latency * self.messages, "overlap": self.hidden}
+        return oxs.audit.time(
+            [row], gbits=gbits, step_seconds=step, **given
+        ).utilisation
 
 
 def traffic(name: str, steps: int) -> Traffic:
@@ -124,7 +125,8 @@ def _table(page: Report, losses: Losses, sent: Mapping[str, Traffic]) -> None:
     for name, of in sent.items():
         method, loss = METHODS[name], losses[name, WELL]
         more = of_seeds(over(losses, name), "+.1f", " %") if name != BASE else "-"
-        numbers = f"{of.bytes:.3g}", f"{of.messages:.3g}", "yes" if of.hidden else ""
+        hidden = f"{of.hidden:g}" if of.hidden else ""
+        numbers = f"{of.bytes:.3g}", f"{of.messages:.3g}", hidden
         rows.append((name, method.kind, of_seeds(loss, ".3f"), more, *numbers))
     page.table("methods", rows)
 

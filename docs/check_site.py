@@ -168,10 +168,10 @@ def methods(browser, site):
 
     def share(row):
         bytes_sent = round(number(row["bytes"]) * LINK["billions"] * 1e9)
-        hides = row["hidden"] == "yes"
-        sent = oxs.audit.Collective("send", bytes_sent, 1, ((0, 1),), False, hides)
+        hides = float(row["hidden"] or 0)
+        sent = oxs.audit.Collective("send", bytes_sent, 1, ((0, 1),), False, hides > 0)
         seconds = number(row["messages"]) * LINK["latency"] / 1e3
-        link = {"gbits": LINK["gbits"], "latency": seconds, "overlap": 1.0}
+        link = {"gbits": LINK["gbits"], "latency": seconds, "overlap": hides}
         found = oxs.audit.time([sent], step_seconds=LINK["seconds"], **link)
         return 100 * found.utilisation
 

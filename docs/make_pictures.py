@@ -172,9 +172,9 @@ def draw_links():
     """Utilisation against bandwidth, of each strategy, with what has been published."""
     pair = ((0, 1),)
     whole = oxs.audit.Collective("all-reduce", 2 * 10**10, 1, pair, False, True)
-    part = whole._replace(bytes=whole.bytes // 10)
+    part = whole._replace(bytes=whole.bytes // 8)
     codes = [
-        oxs.audit.Collective(kind, 33 * 10**7 * of, 1, pair, False, True)
+        oxs.audit.Collective(kind, 41 * 10**7 * of, 1, pair, False, True)
         for kind, of in (("all-to-all", 2), ("all-gather", 1))
     ]
     backwards = {"quiet": (), "overlap": 2 / 3}
@@ -183,8 +183,8 @@ def draw_links():
         "H = 10": oxs.audit.Strategy([whole], 10, **backwards),
         "H = 100": oxs.audit.Strategy([whole], 100, **backwards),
         "H = 300": oxs.audit.Strategy([whole], 300, **backwards),
-        "H = 100, in 10 parts, a step later": oxs.audit.Strategy([part], 10, quiet=()),
-        "the same, 4 bits": oxs.audit.Strategy(codes, 10, quiet=()),
+        "H = 96, in 8 parts, overlap": oxs.audit.Strategy([part], 12, quiet=()),
+        "the same, 4 bits": oxs.audit.Strategy(codes, 12, quiet=()),
     }
     published = {"every step": 184, "H = 10": 49, "H = 100": 6.2, "H = 300": 2.0}
     gbits = np.geomspace(0.05, 1000, 200)

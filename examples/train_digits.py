@@ -51,14 +51,14 @@ STRATEGIES = {  # the steps from one meeting to the next, and whose turn it can 
     "agn": (oxs.agn(INNER, "workers"), 10, 1),
     "local_sgd": (oxs.local_sgd(INNER, "workers"), 10, 1),
     "diloco": (oxs.diloco(INNER, "workers", communication_period=20), 20, 1),
-    # A fourth of the parameters every five steps, in 4 bits, while the step goes on.
+    # A fourth of the parameters every five steps, in 4 bits, behind the next step.
     "streaming diloco": (
         oxs.diloco(
             INNER,
             "workers",
             communication_period=20,
             fragments=4,
-            delay=1,
+            overlap=True,
             exchange=CODES,
         ),
         5,

@@ -35,12 +35,12 @@ adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.f
 inner = oxs.cross_shard(adam, "data")
 seldom: Any = {"communication_period": PERIOD}
 bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-stream: Any = {"fragments": oxs.rules.strided(LAYERS), "delay": 1}
+stream: Any = {"fragments": oxs.rules.strided(LAYERS), "overlap": True}
 STRATEGIES = {
     "data parallel": oxs.cross_shard(oxs.cross_shard(adam, "pods"), "data"),
     "DiLoCo": oxs.diloco(inner, "pods", **seldom),
     "streaming": oxs.diloco(inner, "pods", exchange=bits4, **stream, **seldom),
-    "sharded center": oxs.diloco(inner, "pods", shard_center=True, **seldom),
+    "sharded state": oxs.diloco(inner, "pods", shard_state=True, **seldom),
     "NoLoCo": oxs.noloco(inner, "pods", **seldom),
 }
 alphabet, codes = np.unique(list("\n".join(topics.values())), return_inverse=True)

@@ -3,7 +3,7 @@
 // Without this script it is a plain table.
 (() => {
   const WANTED = ["method", "kind", "bytes", "messages", "hidden"];
-  const TEXTS = ["method", "kind", "hidden"]; // The other columns are numbers.
+  const TEXTS = ["method", "kind"]; // The other columns are numbers.
   const COMPUTED = ["seconds a step", "computes"];
   const FIELDS = [
     // name, label, value, least
@@ -14,9 +14,9 @@
     ["least", "Computes at least, %", 0, 0],
   ];
   const SAYS = `To send what one step sends takes a worker latency × messages + 8 × bytes ×
-    parameters / link seconds. It waits for all of them or, where "hidden" says yes, only
-    for those beyond the seconds that a step computes. "Computes" is the share of the time
-    in which it does not wait. This is the arithmetic of audit.time for simple links, as if
+    parameters / link seconds. It waits for all of them but for those that are "hidden",
+    at most this share of the seconds that a step computes. "Computes" is the share of the
+    time in which it does not wait. This is the arithmetic of audit.time for simple links, as if
     every step sent the same.`;
 
   const make = (tag, properties, ...children) => {
@@ -35,7 +35,7 @@
   const cost = (bytes, messages, hidden, link) => {
     const bits = 8 * bytes * link.billions * 1e9;
     const sent = (link.latency / 1e3) * messages + bits / (link.gbits * 1e9);
-    const waits = hidden ? Math.max(0, sent - link.seconds) : sent;
+    const waits = Math.max(0, sent - hidden * link.seconds);
     return [link.seconds + waits, (100 * link.seconds) / (link.seconds + waits)];
   };
 
@@ -78,7 +78,8 @@
       for (const row of rows) {
         const bytes = number(text(row, "bytes")), messages = number(text(row, "messages"));
         const known = valid && !Number.isNaN(bytes + messages);
-        const found = known && cost(bytes, messages, text(row, "hidden") === "yes", link);
+        const hidden = number(text(row, "hidden")) || 0;
+        const found = known && cost(bytes, messages, hidden, link);
         for (const at of COMPUTED.keys()) {
           const cell = row.cells[place + at];
           const digits = { maximumSignificantDigits: 3 };
