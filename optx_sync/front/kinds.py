@@ -48,21 +48,16 @@ class Asked:
     """What the rules of one traced step have asked, and what they were told.
 
     Attributes:
-        arrays: The arrays of the state given, from which counters are read; `None`:
-            rules are told nothing, and learned of.
-        told: The kind for each rule, by its places, where it is decided.
+        told: The kind for each rule, by its places; `None`: rules are told nothing, so
+            that they have conditionals, and learned of.
         rules: The rules found, in the order in which they asked.
         counted: Those of them that a host can count.
-        kinds: What the rules were told.
     """
 
-    def __init__(
-        self, arrays: Sequence[Any] | None, told: Mapping[Places, int] | None = None
-    ):
-        self.arrays, self.told = arrays, told
+    def __init__(self, told: Mapping[Places, int] | None = None):
+        self.told = told
         self.rules: list[Rule] = []
         self.counted: list[Rule] = []
-        self.kinds: Kinds = ()
         self._given: dict[int, int] = {}
         self._after: dict[Places, Counters] = {}
 
@@ -74,7 +69,7 @@ class Asked:
     @contextlib.contextmanager
     def tracing(self, arrays: Sequence[Any]) -> Iterator[None]:
         """Answer rules that hold some of these arrays, one worker's."""
-        self.rules, self.kinds, self._after = [], (), {}
+        self.rules, self._after = [], {}
         self._given = {id(x): place for place, x in enumerate(arrays)}
         before = asked.set(self)
         try:
@@ -87,26 +82,12 @@ class Asked:
         places = self._places(counters)
         if places is None or any(rule.places == places for rule in self.rules):
             return None
-        rule = Rule(places, turns)
         if self.told is not None:
-            kind = self.told.get(places)
-        else:
-            kind = self._read(rule)
-        if kind is not None:
-            self.rules.append(rule)
-            self.kinds = (*self.kinds, kind)
-        return kind if self.told is not None or self.arrays is not None else None
-
-    def _read(self, rule: Rule) -> int | None:
-        """The kind of the next step, by the counters in the arrays."""
-        if self.programs * (rule.turns.parts + 1) > MOST:
-            return None
-        if self.arrays is None:
-            return QUIET  # as good as any: nobody is told
-        try:
-            return rule.turns.next(rule.read(self.arrays))[0]
-        except TypeError:  # a schedule that only the compiled step can read
-            return None
+            return self.told.get(places)
+        many = self.programs * (turns.parts + 1) > MOST
+        if not many and _is_of_host(turns, counters):
+            self.rules.append(Rule(places, turns))
+        return None
 
     def went_on(self, turns: Turns, counters: Counters, after: Counters) -> None:
         """A rule has made these of its counters."""
@@ -132,6 +113,16 @@ class Asked:
         found = [self._given.get(id(x)) for x in counters if not isinstance(x, tuple)]
         places = tuple(place for place in found if place is not None)
         return places if len(places) == len(found) else None
+
+
+def _is_of_host(turns: Turns, counters: Counters) -> bool:
+    """Whether a host can read the schedule: one may be of the compiled step alone."""
+    zeros = (x if isinstance(x, tuple) else 0 for x in counters)
+    try:
+        turns.next(Counters(*zeros))
+    except TypeError:
+        return False
+    return True
 
 
 def now(rule: Rule, known: Counted | None, arrays: Sequence[Any]) -> Counters:

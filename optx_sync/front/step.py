@@ -155,7 +155,7 @@ class Step:
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
         parts = self._take_apart(args, kwargs)
-        return self._lowered(self._program(parts.call, Asked(None, {})), parts)
+        return self._lowered(self._program(parts.call, Asked()), parts)
 
     def lower_kinds(self, *args: Tree, **kwargs: Tree) -> dict[Kinds, Any]:
         """The program of each kind of step, lowered for these arguments.
@@ -163,7 +163,7 @@ class Step:
         The keys say for each center rule which part meets, -1 where none does. A step
         without a center rule, or of too many kinds, has one program, of the key ().
         """
-        parts, asked = self._take_apart(args, kwargs), Asked(None)
+        parts, asked = self._take_apart(args, kwargs), Asked()
         run = functools.partial(self._run, parts.call, asked)
         jax.eval_shape(run, parts.arrays, parts.batches)
         return {
@@ -226,12 +226,14 @@ class Step:
         call, arrays = parts.call, parts.arrays
         if call not in self.rules:
             self._check_batches(parts)
-            asked = Asked(arrays)
+            # With all that its conditionals hold, so that what is wrong in a round is
+            # said now. The trace shows the rules in it.
+            asked = Asked()
             program = self._program(call, asked)
-            program.trace(arrays, parts.batches)  # which shows the rules in it
+            program.trace(arrays, parts.batches)
             self.rules[call] = asked.counted
-            if asked.counted == asked.rules:  # else a rule was told that is not counted
-                self.programs[call, asked.kinds] = program
+            if not asked.counted:
+                self.programs[call, ()] = program
         rules = self.rules[call]
         known = itertools.zip_longest(rules, self.counted[: len(rules)])
         found = [rule.turns.next(kinds.now(rule, x, arrays)) for rule, x in known]
@@ -243,7 +245,7 @@ class Step:
         program = self.programs.get((call, kind))
         if program is None:
             told = {rule.places: one for rule, one in zip(rules, kind, strict=True)}
-            program = self.programs[call, kind] = self._program(call, Asked(None, told))
+            program = self.programs[call, kind] = self._program(call, Asked(told))
         return program
 
     def _program(self, call: _Call, asked: Asked) -> Any:

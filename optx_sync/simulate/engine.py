@@ -20,7 +20,8 @@ from optx_sync.center.fragments import Fragments, Partition, check_fragments
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
-from optx_sync.meetings import alone, coded
+from optx_sync.meetings import coded
+from optx_sync.meetings.alone import absorb, check_suits, share_of_one, weighed
 from optx_sync.optimizers.rule import RuleState
 from optx_sync.simulate.replay import GradFn
 from optx_sync.trees import Tree, is_finite, where
@@ -48,9 +49,9 @@ def engine_of(
     inner = check_inner(inner, call)
     check_function("grad_fn", grad_fn, "It takes (worker, params, number).")
     contract.check_rule(rule, call)
-    rule = alone.weighed(rule, weigh)
+    rule = weighed(rule, weigh)
     period = contract.check_period(communication_period)
-    alone.check_suits(rule, num_workers, period)
+    check_suits(rule, num_workers, period)
     exchange = coded.check_code(exchange, rule)
     params = jax.tree.map(jnp.asarray, params)
     parts = Partition(check_fragments(fragments), work.start_center(params))
@@ -129,7 +130,7 @@ class Engine(NamedTuple):
         if self.drop_nonfinite:
             well = ~own.broken & is_finite(brought)
         if self.alone:
-            brought = alone.share_of_one(self.rule, brought, at)
+            brought = share_of_one(self.rule, brought, at)
         if self.exchange is None:
             return own, brought, well
         known = parts.of_each(own.exchange, part)
@@ -167,7 +168,7 @@ class Engine(NamedTuple):
         """
         parts, (value, outer) = self.parts, center
         before = Center(parts.pick(value, part), parts.of_each(outer, part))
-        after = alone.absorb(self.rule, before, total, **extra)
+        after = absorb(self.rule, before, total, **extra)
         if counts is not None:
             after = where(counts, after, before)
         value = parts.put(value, part, after.value)
