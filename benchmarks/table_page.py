@@ -42,9 +42,12 @@ class Traffic(NamedTuple):
         """The share of time in which a worker computes, as `audit.time` counts."""
         size, link = round(self.bytes * parameters), ((0, 1),)
         row = oxs.audit.Collective("send", size, 1, link, False, self.hidden > 0)
-        given = {"latency": latency * self.messages, "overlap": self.hidden}
         return oxs.audit.time(
-            [row], gbits=gbits, step_seconds=step, **given
+            [row],
+            gbits=gbits,
+            step_seconds=step,
+            latency=latency * self.messages,
+            overlap=self.hidden,
         ).utilisation
 
 

@@ -1,6 +1,8 @@
 """A program for each kind of step, which the host chooses by counting."""
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -98,7 +100,8 @@ def test_the_numbers_and_the_order_of_the_kinds(case):
         (rule,) = step.rules[call]
         (known,) = step.counted
         seen.append(known.now)
-        assert known.first is jax.tree.leaves(carry)[rule.places[0]]
+        held = jax.tree.leaves(carry)
+        assert all(x is held[i] for x, i in zip(known.arrays, rule.places, strict=True))
         assert int(carry[1].local_step) == known.now.local_step
         assert int(carry[1].steps_since_round) == known.now.steps_since_round
         assert int(carry[1].global_step) == known.now.global_step
@@ -149,6 +152,84 @@ def test_the_kind_of_another_state_is_read():
     ahead = state._replace(steps_since_round=jnp.int32(2))
     met = step(params, ahead, grads_of(1))[1]
     assert int(met.global_step) == 1 and int(met.steps_since_round) == 0
+
+
+@pytest.mark.parametrize("name", ["local_step", "steps_since_round", "global_step"])
+def test_a_counter_that_is_set_in_the_state_given_out_last(name):
+    """The kind is that of the numbers in it; as by conditionals."""
+    tx = oxs.agn(INNER, AXIS, communication_period=4, fragments=2)
+    step, *carry = contexts.started(tx, PARAMS, N)
+    axes = by_hand.state_axes(tx, PARAMS)
+    by_conditionals = jax.jit(
+        jax.vmap(
+            lambda params, state, grads: oxs.apply_gradients(tx, grads, state, params),
+            in_axes=(0, axes, 0),
+            out_axes=(0, axes),
+            axis_name=AXIS,
+        )
+    )
+    for number in range(6):
+        params, state = carry
+        if number in (2, 3):
+            state = state._replace(**{name: getattr(state, name) + 1})
+        expected = by_conditionals(params, state, grads_of(number))
+        carry = step(params, state, grads_of(number))
+        close(carry, expected)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_batch_of_another_shape(donate):
+    """It is compiled anew, when the first state is gone; nothing keeps that alive."""
+    tx = oxs.local_sgd(INNER, AXIS, communication_period=3)
+    workers = oxs.Workers(N, AXIS)
+
+    def sum_of(params, state, x):
+        grads = jax.tree.map(lambda p: p * x.sum(), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    step = workers.step(sum_of, state=2, donate=donate)
+    carry = workers.start((PARAMS, tx.init(PARAMS)))
+    first = weakref.ref(carry[0]["a"])
+    expected = workers.start((PARAMS, tx.init(PARAMS)))
+    alike = workers.step(sum_of, state=2)
+    for number in range(7):
+        rows = 1 + number % 3
+        carry = step(*carry, np.full(N * rows, 0.25 / rows, np.float32))
+        expected = alike(*expected, np.full(N, 0.25, np.float32))
+        if number == 0:
+            gc.collect()
+            assert first() is None
+    assert int(carry[1].global_step) == 2 and kinds(step) == {QUIET, (0,)}
+    close(carry, expected)
+
+
+def test_a_step_inside_of_a_program_is_of_all_kinds():
+    """By conditionals, before and after steps by themselves, and it keeps no tracer."""
+    tx = oxs.diloco(INNER, AXIS, communication_period=3)
+    expected = by_conditionals(tx, 8)
+
+    def two(carry, numbers):
+        grads = jax.tree.map(lambda *x: jnp.stack(x), *map(grads_of, numbers))
+        body = lambda carry, grads: (step(*carry, grads), None)  # noqa: E731
+        return jax.lax.scan(body, carry, grads)[0]
+
+    step, workers = steps_of(
+        lambda params, state, grads: oxs.apply_gradients(tx, grads, state, params)
+    )
+    carry = workers.start((PARAMS, tx.init(PARAMS)))
+    with jax.check_tracer_leaks():
+        carry = two(carry, (0, 1))
+    close(carry, expected[2])
+    for number in (2, 3):
+        carry = step(*carry, grads_of(number))
+        close(carry, expected[number + 1])
+    assert kinds(step) == {(), (0,), QUIET}
+    with jax.check_tracer_leaks():
+        carry = two(carry, (4, 5))
+    close(carry, expected[6])
+    for number in (6, 7):
+        carry = step(*carry, grads_of(number))
+        close(carry, expected[number + 1])
 
 
 def steps_of(update):

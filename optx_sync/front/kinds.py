@@ -38,10 +38,15 @@ class Rule(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What the host knows of the counters in a state that a step has given out."""
+    """What the host knows of a rule's counters in a state that a step has given out."""
 
-    first: Any  # the first counter's array: the state is known by it
+    arrays: tuple[Any, ...]  # the counters themselves: by them the state is known
     now: Counters
+
+    @classmethod
+    def of(cls, rule: Rule, arrays: Sequence[Any], now: Counters) -> "Counted":
+        """What is known of the counters among these arrays of a state."""
+        return cls(tuple(arrays[place] for place in rule.places), now)
 
 
 class Asked:
@@ -107,6 +112,7 @@ class Asked:
                 for place, x in zip(rule.places, self._after[rule.places], strict=False)
             )
         ]
+        self._given, self._after = {}, {}  # which would keep what was traced alive
 
     def _places(self, counters: Counters) -> Places | None:
         """The places of counters among the arrays given; `None` if any has none."""
@@ -127,9 +133,11 @@ def _is_of_host(turns: Turns, counters: Counters) -> bool:
 
 def now(rule: Rule, known: Counted | None, arrays: Sequence[Any]) -> Counters:
     """The counters of a rule in these arrays of a state, read if they are not known."""
-    if known is not None and known.first is arrays[rule.places[0]]:
-        return known.now
-    return rule.read(arrays)
+    if known is None:
+        return rule.read(arrays)
+    pairs = itertools.zip_longest(known.arrays, rule.places)
+    same = all(place is not None and x is arrays[place] for x, place in pairs)
+    return known.now if same else rule.read(arrays)
 
 
 def all_kinds(rules: Sequence[Rule]) -> Iterator[Kinds]:

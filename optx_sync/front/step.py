@@ -131,18 +131,15 @@ class Step:
         # XLA itself may crash on either.
         if self.donate:
             self._check_given_once(parts)
-        if _are_used_up(parts.arrays):
+        if not _are_traced(parts.arrays) and _are_used_up(parts.arrays):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
                 "buffers hold the newer one. Go on with what that step returned, or "
                 "keep the older one by donate=False."
             )
-        program, counters = self._next(parts)
+        program, after = self._next(parts)
         new, results = program(parts.arrays, parts.batches)
-        self.counted = [
-            Counted(new[rule.places[0]], after)
-            for rule, after in zip(self.rules[parts.call], counters, strict=True)
-        ]
+        self.counted = [Counted.of(rule, new, numbers) for rule, numbers in after]
         others = results.tree
         if self._averages_after and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
@@ -221,9 +218,12 @@ class Step:
         call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
         return _Parts(call, arrays, variables, [arrays for _, arrays in split])
 
-    def _next(self, parts: _Parts) -> tuple[Any, list[kinds.Counters]]:
+    def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, kinds.Counters]]]:
         """(the program of this kind of step, the counters of its rules after it)."""
         call, arrays = parts.call, parts.arrays
+        if _are_traced(arrays):  # a program around this one, of all kinds
+            self._check_batches(parts)
+            return self._program_of(call, [], ()), []
         if call not in self.rules:
             self._check_batches(parts)
             # With all that its conditionals hold, so that what is wrong in a round is
@@ -237,8 +237,8 @@ class Step:
         rules = self.rules[call]
         known = itertools.zip_longest(rules, self.counted[: len(rules)])
         found = [rule.turns.next(kinds.now(rule, x, arrays)) for rule, x in known]
-        kind = tuple(kind for kind, _ in found)
-        return self._program_of(call, rules, kind), [after for _, after in found]
+        kind, after = tuple(kind for kind, _ in found), [after for _, after in found]
+        return self._program_of(call, rules, kind), list(zip(rules, after, strict=True))
 
     def _program_of(self, call: _Call, rules: list[Rule], kind: Kinds) -> Any:
         """The program of one kind of step."""
@@ -418,11 +418,14 @@ def _is_list(x: Tree) -> bool:
     )
 
 
+def _are_traced(arrays: Arrays) -> bool:
+    """Whether a program around the step is being traced."""
+    return any(issubclass(kind, jax.core.Tracer) for kind in {*map(type, arrays)})
+
+
 def _are_used_up(arrays: Arrays) -> bool:
     """Whether a later state has the memory of any of these arrays."""
     kinds = {*map(type, arrays)}
-    if any(issubclass(kind, jax.core.Tracer) for kind in kinds):
-        return False
     if len(kinds) == 1 and hasattr(kind := kinds.pop(), "is_deleted"):
         return any(map(kind.is_deleted, arrays))  # no function of Python for each
     return any(x.is_deleted() for x in arrays if hasattr(x, "is_deleted"))

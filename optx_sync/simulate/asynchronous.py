@@ -216,7 +216,7 @@ def asynchronous(
     machine, events = (run.start(params), params), (workers, jnp.float32(behind))
     done = replay(run.advance, run.view, machine, events, record)
     (final, _), (local_step, global_step) = done.state, done.values
-    (each, centers), push_bytes = done.views, max(engine.part_bytes)
+    (each, centers), push_bytes = done.views, max(engine.part_bytes(params))
     return AsynchronousRecord(
         each, centers, done.events, local_step, global_step, done.recorded, final,
         push_bytes,
