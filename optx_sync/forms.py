@@ -8,13 +8,13 @@ places, such as tied weights, stays one.
 
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import PyTreeDef
 
 from optx_sync.trees import KeyPath, Tree, path_name
 
@@ -48,36 +48,40 @@ class Form(NamedTuple):
 
     def merge(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with these arrays."""
-        return self._filled(
-            arrays, lambda leaf, own: leaf.unflatten(own), lambda leaf: leaf.value
+        if self.is_of_arrays:
+            return self.treedef.unflatten(arrays)
+        return self.treedef.unflatten(
+            self._filled(arrays, lambda leaf, own: leaf.unflatten(own))
         )
 
     def bare(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with arrays for variables, and `None` for what is no array."""
-        return self._filled(
-            arrays, lambda _, own: own[0] if len(own) == 1 else own, lambda _: None
+        if self.is_of_arrays:
+            return self.treedef.unflatten(arrays)
+        filled = self._filled(arrays, lambda _, own: own[0] if len(own) == 1 else own)
+        return self.treedef.unflatten(
+            None if isinstance(leaf, Kept) else x
+            for x, leaf in zip(filled, self.leaves, strict=True)
         )
 
     def _filled(
         self,
         arrays: Iterable[Tree],
         variable: Callable[[Structure, list[Tree]], Tree],
-        kept: Callable[[Kept], Tree],
-    ) -> Tree:
-        if self.is_of_arrays:
-            return self.treedef.unflatten(arrays)
+    ) -> list[Tree]:
+        """The leaves, with these arrays."""
         arrays, leaves = iter(arrays), []
         for leaf in self.leaves:
             if leaf is _ARRAY:
                 leaves.append(next(arrays))
             elif isinstance(leaf, Kept):
-                leaves.append(kept(leaf))
+                leaves.append(leaf.value)
             elif isinstance(leaf, int):
                 leaves.append(leaves[leaf])
             else:
                 own = [next(arrays) for _ in range(leaf.num_leaves)]
                 leaves.append(variable(leaf, own))
-        return self.treedef.unflatten(leaves)
+        return leaves
 
     def pick(self, tree: Tree) -> list[Tree]:
         """For each array the entry of a tree that has the structure of `bare`."""
@@ -108,32 +112,50 @@ class Form(NamedTuple):
         counts = map(_count, self.leaves)
         return [place for place, count in enumerate(counts) for _ in range(count)]
 
-    def update(self, tree: Tree, arrays: Iterable[Tree]) -> Tree:
-        """The tree with these arrays; variables of the tree are set in place."""
-        merged = self.merge(arrays)
-        if not any(isinstance(leaf, PyTreeDef) for leaf in self.leaves):
-            return merged
-        new = self.treedef.flatten_up_to(merged)
-        leaves = self.treedef.flatten_up_to(tree)
-        for place, (old, leaf) in enumerate(zip(leaves, new, strict=True)):
-            if is_variable(old):
-                old.update_from_state(leaf)
-            else:
-                leaves[place] = leaf
-        return tree if is_object(tree) else self.treedef.unflatten(leaves)
+    def update(
+        self, trees: Sequence[Tree], arrays: Iterable[Tree], variables: Iterable[Any]
+    ) -> list[Tree]:
+        """The trees of a tuple of this form, with these arrays.
+
+        Variables are set in place, and objects of NNX that hold them stay.
+        """
+        if self.is_of_arrays:
+            return list(self.treedef.unflatten(arrays))
+        variables = iter(variables)
+
+        def in_place(leaf: Structure, own: list[Tree]) -> Tree:
+            variable = next(variables)
+            variable.update_from_state(leaf.unflatten(own))
+            return variable
+
+        leaves = iter(self._filled(arrays, in_place))
+        each = zip(trees, self.treedef.children(), strict=True)
+        return [
+            old if is_object(old) else treedef.unflatten(own)
+            for old, treedef in each
+            for own in [[*itertools.islice(leaves, treedef.num_leaves)]]
+        ]
 
 
 def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[jax.Array]]:
     """The form and the arrays of a tree; with `numbers` Python's count as arrays."""
+    return _split(tree, numbers)[:2]
+
+
+def _split(
+    tree: Tree, numbers: bool = False
+) -> tuple[Form, list[jax.Array], list[Any]]:
+    """The same, and the variables, each once."""
     stops = is_variable if "flax.nnx" in sys.modules else None
     leaves, treedef = jax.tree.flatten(tree, is_leaf=stops)
-    arrays, found, places = [], [], {}
+    arrays, found, places, variables = [], [], {}, []
     for leaf in leaves:
         if stops and is_variable(leaf):
             if id(leaf) in places:
                 found.append(places[id(leaf)])
                 continue
             places[id(leaf)] = len(found)
+            variables.append(leaf)
             own, structure = jax.tree.flatten(leaf)
             arrays.extend(own)
             found.append(structure)
@@ -142,28 +164,39 @@ def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[jax.Array]]:
             found.append(_ARRAY)
         else:
             found.append(Kept(type(leaf), leaf))
-    return Form(treedef, tuple(found)), arrays
+    return Form(treedef, tuple(found)), arrays, variables
 
 
 class Forms:
-    """The forms of trees that were split before, which JAX's own structure tells."""
+    """The forms of trees that were split before, which JAX's own structure tells.
+
+    That of a tree whose leaves are arrays: then no function of Python runs for each.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Structure, Form] = {}
+        self._with_variables: bool = False  # whether there was one
 
-    def split(self, tree: Tree) -> tuple[Form, list[jax.Array]]:
-        """As `split`; of a tree of arrays that is like an earlier one its very form.
+    def split(self, tree: Tree) -> tuple[Form, list[jax.Array], list[Any]]:
+        """(the form, the arrays, the variables, each once); see `split`."""
+        variables = []
 
-        No function of Python runs for each leaf.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        of_arrays = all(hasattr(kind, "dtype") for kind in {*map(type, leaves)})
-        if of_arrays and (known := self._known.get(treedef)):
-            return known, leaves
-        form, arrays = split(tree)
-        if of_arrays and form.is_of_arrays:
+        def see(x: Tree) -> bool:
+            if is_variable(x):
+                variables.append(x)
+            return False
+
+        stops = see if self._with_variables else None
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=stops)
+        plain = all(hasattr(kind, "dtype") for kind in {*map(type, leaves)})
+        plain = plain and len({*map(id, variables)}) == len(variables)
+        if plain and (known := self._known.get(treedef)):
+            return known, leaves, variables
+        form, arrays, variables = _split(tree)
+        if plain and bool(variables) <= self._with_variables:
             self._known[treedef] = form
-        return form, arrays
+        self._with_variables |= bool(variables)
+        return form, arrays, variables
 
 
 def shapes_of(function: Callable[[], Tree]) -> Tree:

@@ -481,7 +481,8 @@ class Elementwise:
         shapes = jax.tree.map(wide, params)
         whole = _trace(self.inner, shapes, self.axes)
         pieces = _trace(self.inner, jax.tree.map(cut, shapes), self.axes, pieces=True)
-        if other := sorted({*whole.names} ^ {*pieces.names}):
+        one, two = ({*x.names[x.leaves :]} for x in (whole, pieces))
+        if other := sorted(one ^ two):
             why = f"its state for flat pieces is another one, at {other[0]}"
             raise Mixes(why, _MASKS)
         every = zip(whole.shapes, pieces.shapes, pieces.reads(self.axes), strict=True)

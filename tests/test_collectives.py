@@ -241,7 +241,7 @@ def test_a_mesh_that_is_manual_in_part_sums_bfloat16_alike(check_vma):
             return oxs.reduce(x, "data", dtype=jnp.bfloat16, group_assignment=groups)
 
         exchange = oxs.exchange.all_reduce(jnp.bfloat16)
-        found = mean(x), mean(x, GROUPS), exchange.scatter(x[0], "data")
+        found = mean(x), mean(x, GROUPS), exchange.scatter(x[0], (), "data").mean
         return jax.tree.map(lambda x: oxs.localize(x, "data"), found)
 
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)

@@ -96,7 +96,7 @@ def test_the_numbers_and_the_order_of_the_kinds(case):
         close(carry, expected)
         (call,) = step.rules
         (rule,) = step.rules[call]
-        (known,) = step._counted
+        (known,) = step.counted
         seen.append(known.now)
         assert known.first is jax.tree.leaves(carry)[rule.places[0]]
         assert int(carry[1].local_step) == known.now.local_step

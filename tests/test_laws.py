@@ -37,6 +37,7 @@ OTHERS = {
     *("CenterRule", "IndexedSlices", "Workers", "exchange", "graphs", "value_and_grad"),
     *("audit", "by_hand", "elastic", "optimizers", "outer", "rules", "simulate"),
     "testing",
+    "clip_by_global_norm",  # It stands inside of the wrappers.
     "on_values",  # It takes what has no state.
     "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.
     *("apply_gradients", "averaged_params", "center_params", "fingerprint", "localize"),

@@ -271,7 +271,7 @@ def test_parts_that_four_shards_cannot_divide_are_named(overlap):
     now = workers.start((params, tx.init(params)))
     step = workers.step(lambda p, s: oxs.apply_gradients(tx, p, s, p), state=2)
     with pytest.warns(UserWarning, match=r"of w,.*shape \(2, 3\), as 4 divides none"):
-        step(*now)
+        step(*step(*now))
 
 
 def mean_of(specs):

@@ -104,7 +104,7 @@ TOGETHER: Refused[Options] = (
         "of it. Leave exchange= out.",
     ),
     (
-        lambda o: o.shard_state and not (o.exchange.scatter or o.exchange.halves),
+        lambda o: o.shard_state and not o.exchange.scatter,
         "shard_state=True needs an exchange that can stop half way, where each worker "
         "has the sum of its piece; this one cannot. Use oxs.exchange.all_reduce(), "
         "quantized() or error_feedback(quantized()), or leave shard_state=True out.",

@@ -9,7 +9,6 @@ from optx_sync.comm.collectives import gather as gather
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
 from optx_sync.exchange.contract import Code as Code
 from optx_sync.exchange.contract import Exchange as Exchange
-from optx_sync.exchange.contract import Halves as Halves
 from optx_sync.exchange.contract import Met as Met
 from optx_sync.exchange.error_feedback import error_feedback as error_feedback
 from optx_sync.exchange.penalized import penalized as penalized

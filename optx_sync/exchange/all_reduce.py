@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce: the exact mean over all replicas, the default of every wrapper."""
 
-import functools
-
 from jax.typing import DTypeLike
 
 from optx_sync.checks import floating, integer
@@ -67,6 +65,10 @@ def all_reduce(
         )
         return Met(mean, total, None, state, also)
 
+    def first_half(tree, state, axis_name, *, weight=None):
+        many = {"dtype": dtype, "bucket_bytes": bucket_bytes}
+        return Met(scatter(tree, axis_name, weight=weight, **many), state=state)
+
     def encode(x, state):
         sent = x if dtype is None else x.astype(dtype)
         return sent, x - sent.astype(x.dtype), state
@@ -78,7 +80,7 @@ def all_reduce(
         takes_weights=True,
         remembers=False,
         exact=True,
-        scatter=functools.partial(scatter, dtype=dtype, bucket_bytes=bucket_bytes),
+        scatter=first_half,
         bucket_bytes=bucket_bytes,
         code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

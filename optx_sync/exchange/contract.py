@@ -63,17 +63,6 @@ class Code(NamedTuple):
     decode: Callable[[jax.Array, jax.Array | jax.ShapeDtypeStruct], jax.Array]
 
 
-class Halves(NamedTuple):
-    """The two halves of a `meet` with codes, for a center or a state in pieces."""
-
-    # `(tree, state, axis_name, *, weight) -> Met`; its mean is this replica's piece of
-    # every array.
-    up: Callable[..., Met]
-    # `(pieces, like, axis_name) -> tree`: the decoded pieces of all replicas, in the
-    # shapes and dtypes of `like`, equal on all of them to the bit.
-    down: Callable[[Tree, Tree, AxisName], Tree]
-
-
 class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
@@ -104,11 +93,9 @@ class Exchange(NamedTuple):
             out of it; wrappers count that for `oxs.metrics`. `None`: not asked.
         code: How a worker codes what it pushes without lockstep; `None` if the
             exchange has no meaning for one replica alone.
-        scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`:
-            the mean of this replica's piece of every array, for a state in pieces;
-            `None` if the exchange cannot be halved.
-        halves: The two halves of an exchange with codes that knows its loss; else
-            `None`.
+        scatter: The first half of `meet`, for a state in pieces, `(tree, state,
+            axis_name, *, weight=None) -> Met`, whose mean is this replica's piece of
+            every array; `None` if the exchange cannot be halved.
         bucket_bytes: How many bytes of a state in pieces one collective brings
             back.
 
@@ -136,10 +123,9 @@ class Exchange(NamedTuple):
     outlier: (
         Callable[[Tree, Met, AxisName, ArrayLike | None], Bool[Array, ""]] | None
     ) = None
-    scatter: Callable[..., Tree] | None = None
+    scatter: Callable[..., Met] | None = None
     code: Code | None = None
     bucket_bytes: int = BUCKET_BYTES
-    halves: Halves | None = None
 
 
 def start_outliers(exchange: Exchange) -> Tree:

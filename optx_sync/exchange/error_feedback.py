@@ -11,7 +11,7 @@ from optx_sync.checks import interval
 from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.exchange import contract
-from optx_sync.exchange.contract import Code, Exchange, Halves, Met
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.options import Refused, refuse
 from optx_sync.placement.fields import OWED, OWN, declare
@@ -104,16 +104,16 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         return ErrorFeedbackState(zeros, exchange.init(tree))
 
     meet = _fed_back(exchange.meet, decay)
-    halves = exchange.halves
-    if halves is not None:
-        halves = Halves(_fed_back(halves.up, decay, whole=False), halves.down)
+    scatter = exchange.scatter
+    if scatter is not None:
+        scatter = _fed_back(scatter, decay, whole=False)
     return Exchange(
         init,
         meet,
         linear=True,
         takes_weights=exchange.takes_weights,
         code=None if exchange.code is None else _fed_back_code(exchange.code, decay),
-        halves=halves,
+        scatter=scatter,
     )
 
 

@@ -128,13 +128,8 @@ class Pieces(Landing):
     def meet(self, exchange: Exchange, own: Brought) -> Met:
         """The first half of the exchange, and one sum of scalars."""
         axis_name = self.axis_name
-        scatter: Any = exchange.scatter  # one of the two, as the wrapper has checked
-        if exchange.halves is not None:
-            up = exchange.halves.up
-            met = up(own.tree, own.memory, axis_name, weight=own.weight)
-        else:
-            mean = scatter(own.tree, axis_name, weight=own.weight)
-            met = Met(mean, state=own.memory)
+        scatter: Any = exchange.scatter  # there is one, as the wrapper has checked
+        met: Met = scatter(own.tree, own.memory, axis_name, weight=own.weight)
         scalars = dict(own.also or {})
         if own.square is not None:
             scalars["mean"] = localize(own.square(met.mean), axis_name)

@@ -15,7 +15,7 @@ from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.exchange import pieces
 from optx_sync.exchange.codes import KINDS, Blocks, Codes, Scales
-from optx_sync.exchange.contract import Code, Exchange, Halves, Met
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float, Int32, UInt8
 
@@ -141,7 +141,7 @@ def quantized(
         shape = coder.blocks(math.prod(like.shape), 1)
         return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
-    def up(tree, state, axis_name, *, weight=None):
+    def scatter(tree, state, axis_name, *, weight=None):
         pieces.require_meetable(tree, axis_name, "quantized")
         replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
@@ -155,21 +155,10 @@ def quantized(
         owed = map(buffers.shaped, joint.cut(lost), leaves)
         return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
 
-    def down(owned, like, axis_name):
-        replicas = axis_size(axis_name)
-        leaves, treedef = jax.tree.flatten(owned)
-        rows = [x[None] for x in leaves]
-        joint = buffers.Joint(rows, bucket_bytes=bucket_bytes / replicas)
-        own = [coder.code(*coder.in_blocks(x, 1)) for x in joint.join(rows)]
-        read, _ = coder.to_all(own, None, axis_name)
-        read = joint.cut([x.reshape(replicas, -1) for x in read])
-        found = map(buffers.shaped, read, treedef.flatten_up_to(like))
-        return treedef.unflatten(found)
-
     exchange = pieces.joined(
         "quantized", meet_buffers, Code(encode, decode), bucket_bytes
     )
-    return exchange._replace(halves=Halves(up, down))
+    return exchange._replace(scatter=scatter)
 
 
 class _Coded(NamedTuple):

@@ -14,7 +14,7 @@ from optx_sync.comm import buffers
 from optx_sync.comm.collectives import axis_size
 from optx_sync.comm.reduce import own_weight
 from optx_sync.exchange import contract
-from optx_sync.exchange.contract import Code, Exchange, Halves, Met
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float
@@ -50,7 +50,7 @@ def rotated(
     than a block the block is the next power of two). A NaN spreads over its block.
 
     The signs are drawn from `seed` once, not in each round: so the basis is the same
-    for feedback, for both halves of a meeting and for a worker that comes alone, and
+    for feedback, for a state in pieces and for a worker that comes alone, and
     nothing has to be remembered.
 
     Args:
@@ -61,8 +61,8 @@ def rotated(
         seed: Of the signs, the same on all replicas.
 
     Returns:
-        A linear exchange of dense real floating leaves, which has a code and halves
-            if the exchange inside has. It remembers nothing.
+        A linear exchange of dense real floating leaves, which has a code and a first
+            half if the exchange inside has. It remembers nothing.
 
     Raises:
         TypeError: `exchange` is no `Exchange`, `block` or `seed` no integer; at the
@@ -106,25 +106,13 @@ def rotated(
         found = coded.decode(message, rotated)
         return turn.back(found, math.prod(like.shape)).reshape(like.shape)
 
-    def down(pieces, like, axis_name):
-        replicas = axis_size(axis_name)
-        leaves, treedef = jax.tree.flatten(pieces)
-        joint = buffers.Joint(leaves, bucket_bytes=exchange.bucket_bytes / replicas)
-        own = joint.join(leaves)
-        sent = list(map(turn.forth, own))
-        shapes = [jax.ShapeDtypeStruct((replicas, x.size), x.dtype) for x in sent]
-        found = halves.down(sent, shapes, axis_name)
-        back = [turn.back(y, x.size) for x, y in zip(own, found, strict=True)]
-        whole = map(buffers.shaped, joint.cut(back), treedef.flatten_up_to(like))
-        return treedef.unflatten(whole)
-
     coded: Any = exchange.code
-    halves: Any = exchange.halves
+    scatter: Any = exchange.scatter
     return exchange._replace(
         meet=_turned(turn, exchange.meet),
         outlier=None,
         code=coded and Code(encode, decode),
-        halves=halves and Halves(_turned(turn, halves.up, whole=False), down),
+        scatter=scatter and _turned(turn, scatter, whole=False),
     )
 
 

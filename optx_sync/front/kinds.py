@@ -134,6 +134,13 @@ class Asked:
         return places if len(places) == len(found) else None
 
 
+def now(rule: Rule, known: Counted | None, arrays: Sequence[Any]) -> Counters:
+    """The counters of a rule in these arrays of a state, read if they are not known."""
+    if known is not None and known.first is arrays[rule.places[0]]:
+        return known.now
+    return rule.read(arrays)
+
+
 def all_kinds(rules: Sequence[Rule]) -> Iterator[Kinds]:
     """Every kind of step that these rules have together."""
     return itertools.product(*(range(QUIET, rule.turns.parts) for rule in rules))

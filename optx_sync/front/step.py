@@ -15,7 +15,7 @@ from optx_sync import forms
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
 from optx_sync.front import kinds
-from optx_sync.front.kinds import Asked, Kinds
+from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
@@ -34,6 +34,15 @@ class _Call(NamedTuple):
     state: forms.Form
     batches: tuple[forms.Form, ...]
     keywords: tuple[str, ...]  # of the last batches, those passed by keyword
+
+
+class _Parts(NamedTuple):
+    """A call, taken apart."""
+
+    call: _Call
+    arrays: Arrays  # of the state
+    variables: list[Any]  # of NNX, in the state
+    batches: list[Arrays]
 
 
 @functools.partial(
@@ -110,43 +119,43 @@ class Step:
         functools.update_wrapper(self, self.fun)
         self.name: str = getattr(self.fun, "__name__", "The step")
         self.programs: dict[tuple[_Call, Kinds], Any] = {}
-        self.whole: dict[_Call, Any] = {}  # programs with conditionals
         # The center rules of a call, and what is known of the state given out last.
-        self.rules: dict[_Call, list[kinds.Rule]] = {}
-        self._counted: list[kinds.Counted] = []
+        self.rules: dict[_Call, list[Rule]] = {}
+        self.counted: list[Counted] = []
         self._forms = forms.Forms()
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
-        call, arrays, batches = self._take_apart(args, kwargs)
+        self.layout().check_devices(self.name)
+        parts = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
-            self._check_given_once(call, arrays, batches)
-        if _are_used_up(arrays):
+            self._check_given_once(parts)
+        if _are_used_up(parts.arrays):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
                 "buffers hold the newer one. Go on with what that step returned, or "
                 "keep the older one by donate=False."
             )
-        new, results = self._one_step(call, arrays, batches)
+        program, counters = self._next(parts)
+        new, results = program(parts.arrays, parts.batches)
+        self.counted = [
+            Counted(new[rule.places[0]], after)
+            for rule, after in zip(self.rules[parts.call], counters, strict=True)
+        ]
         others = results.tree
-        if self.average and jax.tree.leaves(others):
+        if self._averages_after and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
-        state = [
-            old if forms.is_object(old) else new
-            for old, new in zip(given, call.state.update(given, new), strict=True)
-        ]
+        state = parts.call.state.update(given, new, parts.variables)
         if results.how == "in place":
             return others
         return state[0] if results.how == "alone" else (*state, *others)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
-        call, arrays, batches = self._take_apart(args, kwargs)
-        if call not in self.whole:
-            self.whole[call] = self._program(call, Asked(None))
-        return self._lowered(self.whole[call], arrays, batches)
+        parts = self._take_apart(args, kwargs)
+        return self._lowered(self._program(parts.call, Asked(None, {})), parts)
 
     def lower_kinds(self, *args: Tree, **kwargs: Tree) -> dict[Kinds, Any]:
         """The program of each kind of step, lowered for these arguments.
@@ -154,72 +163,34 @@ class Step:
         The keys say for each center rule which part meets, -1 where none does. A step
         without a center rule, or of too many kinds, has one program, of the key ().
         """
-        call, arrays, batches = self._take_apart(args, kwargs)
-        asked = Asked(None)
-        jax.eval_shape(functools.partial(self._run, call, asked), arrays, batches)
-        rules = asked.counted
+        parts, asked = self._take_apart(args, kwargs), Asked(None)
+        run = functools.partial(self._run, parts.call, asked)
+        jax.eval_shape(run, parts.arrays, parts.batches)
         return {
-            kind: self._lowered(self._program_of(call, rules, kind), arrays, batches)
-            for kind in kinds.all_kinds(rules)
+            kind: self._lowered(
+                self._program_of(parts.call, asked.counted, kind), parts
+            )
+            for kind in kinds.all_kinds(asked.counted)
         }
 
-    def _lowered(self, program: Any, arrays: Arrays, batches: list[Arrays]) -> Any:
+    def _lowered(self, program: Any, parts: _Parts) -> Any:
         if not self.layout().is_abstract:
-            return program.lower(arrays, batches)
+            return program.lower(parts.arrays, parts.batches)
         platforms = (jax.default_backend(),)  # which no device of the mesh says
-        traced = program.trace(arrays, batches)
+        traced = program.trace(parts.arrays, parts.batches)
         return traced.lower(lowering_platforms=platforms)
 
-    def _one_step(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
-        """The state and results after the program of this kind of step."""
-        if call not in self.rules:
-            self.layout().check_devices(self.name)
-            return self._first_step(call, arrays, batches)
-        rules = self.rules[call]
-        now = [
-            known.now if known and known.first is arrays[rule.places[0]] else None
-            for rule, known in itertools.zip_longest(rules, self._counted[: len(rules)])
-        ]
-        counters = [x or rule.read(arrays) for rule, x in zip(rules, now, strict=True)]
-        found = [rule.turns.next(x) for rule, x in zip(rules, counters, strict=True)]
-        program = self._program_of(call, rules, tuple(kind for kind, _ in found))
-        new, results = program(arrays, batches)
-        self._counted = [
-            kinds.Counted(new[rule.places[0]], after)
-            for rule, (_, after) in zip(rules, found, strict=True)
-        ]
-        return new, results
+    @property
+    def _averages_after(self) -> bool:
+        """Whether a second program averages results, so that the step sends nothing."""
+        return self.average and self.layout().mesh is not None
 
-    def _first_step(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
-        """The first call of its kind, whose trace shows the center rules in it."""
-        asked = Asked(arrays)
-        program = self._program(call, asked)
-        program.trace(arrays, batches)
-        rules = self.rules[call] = asked.counted
-        if len(rules) < len(asked.rules):  # told of a rule that does not count
-            return self._one_step(call, arrays, batches)
-        self.programs[call, asked.kinds] = program
-        return self._one_step(call, arrays, batches)
-
-    def _program_of(self, call: _Call, rules: list[kinds.Rule], kind: Kinds) -> Any:
-        """The program of one kind of step."""
-        program = self.programs.get((call, kind))
-        if program is None:
-            places = [rule.places for rule in rules]
-            asked = Asked(None, dict(zip(places, kind, strict=True)))
-            program = self.programs[call, kind] = self._program(call, asked)
-        return program
-
-    def _check_given_once(
-        self, call: _Call, arrays: Arrays, batches: list[Arrays]
-    ) -> None:
+    def _check_given_once(self, parts: _Parts) -> None:
         """Refuse an array of the state that is passed twice: its memory is reused."""
-        donated, others = list(map(id, arrays)), map(id, itertools.chain(*batches))
-        if len({*donated}) == len(donated) and {*donated}.isdisjoint(others):
+        call, arrays, _, batches = parts
+        donated = {*map(id, arrays)}
+        others = map(id, itertools.chain.from_iterable(batches))
+        if len(donated) == len(arrays) and donated.isdisjoint(others):
             return
         named = [
             f"argument {path[0].idx}{path_name(path[1:], '')}"
@@ -237,32 +208,53 @@ class Step:
                     "jnp.copy(x), or keep it by workers.step(donate=False)."
                 )
 
-    def _take_apart(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> tuple[_Call, Arrays, list[Arrays]]:
-        """(what a program is for, the state's arrays, the batches' arrays)."""
+    def _take_apart(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> _Parts:
+        """The call, split into arrays and what a program is compiled for."""
         if len(args) < self.state:
             raise TypeError(
                 f"{self.name} has state={self.state}, so its first {self.state} "
                 f"positional arguments are state; got {len(args)}."
             )
-        form, arrays = self._forms.split(args[: self.state])
+        form, arrays, variables = self._forms.split(args[: self.state])
         batches = [*args[self.state :], *kwargs.values()]
-        parts = [forms.split(batch, numbers=True) for batch in batches]
-        call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
+        split = [forms.split(batch, numbers=True) for batch in batches]
+        call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
+        return _Parts(call, arrays, variables, [arrays for _, arrays in split])
+
+    def _next(self, parts: _Parts) -> tuple[Any, list[kinds.Counters]]:
+        """(the program of this kind of step, the counters of its rules after it)."""
+        call, arrays = parts.call, parts.arrays
         if call not in self.rules:
-            self._check_batches(batches)
-        return call, arrays, [arrays for _, arrays in parts]
+            self._check_batches(parts)
+            asked = Asked(arrays)
+            program = self._program(call, asked)
+            program.trace(arrays, parts.batches)  # which shows the rules in it
+            self.rules[call] = asked.counted
+            if asked.counted == asked.rules:  # else a rule was told that is not counted
+                self.programs[call, asked.kinds] = program
+        rules = self.rules[call]
+        known = itertools.zip_longest(rules, self.counted[: len(rules)])
+        found = [rule.turns.next(kinds.now(rule, x, arrays)) for rule, x in known]
+        kind = tuple(kind for kind, _ in found)
+        return self._program_of(call, rules, kind), [after for _, after in found]
+
+    def _program_of(self, call: _Call, rules: list[Rule], kind: Kinds) -> Any:
+        """The program of one kind of step."""
+        program = self.programs.get((call, kind))
+        if program is None:
+            told = {rule.places: one for rule, one in zip(rules, kind, strict=True)}
+            program = self.programs[call, kind] = self._program(call, Asked(None, told))
+        return program
 
     def _program(self, call: _Call, asked: Asked) -> Any:
         """The step of all workers for calls of this kind, not yet compiled."""
-        return jax.jit(
-            functools.partial(self._run, call, asked),
-            donate_argnums=(0,) if self.donate else (),
-        )
+        run = functools.partial(self._run, call, asked)
+        return jax.jit(run, donate_argnums=(0,) if self.donate else ())
 
-    def _check_batches(self, batches: Sequence[Tree]) -> None:
+    def _check_batches(self, parts: _Parts) -> None:
         """Refuse a state among the batches, which would be split."""
+        pairs = zip(parts.call.batches, parts.batches, strict=True)
+        batches = (form.merge(arrays) for form, arrays in pairs)
         for number, batch in enumerate(batches, self.state):
             if held.is_state(batch):
                 raise ValueError(
@@ -309,7 +301,19 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, levels), results
+        return layout.pinned(form, new, levels), self._averaged(results)
+
+    def _averaged(self, results: _Results) -> _Results:
+        """The means of results, where that sends nothing."""
+        means = functools.partial(_means, axes=len(self.layout().sizes))
+        if self._averages_after:
+            jax.eval_shape(means, results.tree)  # refuses what has none
+        elif self.average:
+            # As in a program of its own: bits must not depend on what is compiled.
+            results = _Results(
+                means(jax.lax.optimization_barrier(results.tree)), results.how
+            )
+        return results
 
     def _splits(self, call: _Call) -> tuple[bool | None, ...]:
         """`split` for each batch."""

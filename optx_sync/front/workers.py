@@ -284,8 +284,9 @@ class Workers:
         Other arguments are whole batches `[batch, ...]`, split along axis 0 among the
         workers. A scalar is the same for all; from one random key each worker gets its
         own, as by `keys`. Flags and functions are static. Other results are averaged
-        over the workers, integers and flags too, in float32. A second program does that
-        after the step, so the step itself sends nothing where its optimizer does not.
+        over the workers, integers and flags too, in float32. On a mesh a second
+        program does that after the step, so the step itself sends nothing where its
+        optimizer does not.
 
         A step with center rules has a program for each kind of step: one in which
         nobody meets, and one for each part that does. They have no conditional, so a

@@ -81,13 +81,14 @@ def clip_by_global_norm(
             own = varying.localize(squares, axes)
             squares = reduce(own, axes, reduction="sum")
         norm = jnp.sqrt(squares)
-
-        def clipped(x):
-            cut = x / norm.astype(x.dtype) * jnp.asarray(max_norm, x.dtype)
-            return jnp.where(norm < max_norm, x, cut)
-
-        return jax.tree.map(clipped, updates), state
+        return jax.tree.map(lambda x: _cut(x, norm, max_norm), updates), state
 
     return optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(), update
     )
+
+
+def _cut(x: jax.Array, norm: jax.Array, max_norm: ArrayLike) -> jax.Array:
+    """The array, in the order of Optax's operations."""
+    cut = x / norm.astype(x.dtype) * jnp.asarray(max_norm, x.dtype)
+    return jnp.where(norm < max_norm, x, cut)

@@ -291,11 +291,11 @@ _TOGETHER: Refused[_Options] = (
         "that of the replicas inside a group.",
     ),
     (
-        lambda o: o.leaves and o.exchange.scatter is None,
+        lambda o: o.leaves and not (o.exchange.exact and o.exchange.scatter),
         _HALF_WAY + "oxs.exchange.all_reduce(), or leave shard_state out.",
     ),
     (
-        lambda o: o.shard_state and not (o.exchange.scatter or o.exchange.halves),
+        lambda o: o.shard_state and not o.exchange.scatter,
         _HALF_WAY + "oxs.exchange.all_reduce(), quantized() or "
         "error_feedback(quantized()), or leave shard_state out.",
     ),

@@ -69,9 +69,9 @@ class Leaves(Landing):
         """The first half of the exchange; nothing is measured."""
         padded = _padded(self.plan.cut(own.tree), self.axis_name)
         scatter: Any = exchange.scatter  # there is one, as the wrapper has checked
-        mean = scatter(padded, self.axis_name, weight=own.weight)
+        met: Met = scatter(padded, own.memory, self.axis_name, weight=own.weight)
         replicas = axis_size(self.axis_name)
-        return Met(_in_rows(mean, padded), replicas, state=own.memory)
+        return met._replace(mean=_in_rows(met.mean, padded), weight=replicas)
 
     def share(self, tree: Tree) -> Tree:
         """This replica's leaves and pieces."""
