@@ -211,7 +211,7 @@ def resize(
         parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
-        in pieces (`shard_state`, `shard_center`)                cut anew
+        in pieces (`shard_state`)                                cut anew
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
         moments and counts                     mean, of integers the maximum
         their own counts of rounds, outliers   survivors keep theirs, joiners begin at 0
