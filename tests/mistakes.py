@@ -286,7 +286,7 @@ CODE = {
     ),
     "The clip in an outer optimizer in pieces": (
         "outer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.7))\n"
-        'oxs.diloco(optax.sgd(0.1), "workers", outer=outer, shard_center=True)'
+        'oxs.diloco(optax.sgd(0.1), "workers", outer=outer, shard_state=True)'
         ".init(params)"
     ),
     'The clip with `shard_state="leaves"`': (

@@ -31,7 +31,7 @@ def clip_by_global_norm(
         u_k &= g_k \quad\text{if } n < m, \quad\text{else}\quad g_k \, m / n
 
     Inside of `cross_shard(..., shard_state=True)`, and in the outer optimizer of a
-    center rule with `shard_center=True`, a replica gets a piece of each g_k. There the
+    center rule with `shard_state=True`, a replica gets a piece of each g_k. There the
     sum of squares is one over the pieces of all replicas: one all-reduce of a scalar,
     while gradients keep their reduce-scatter. Everywhere else the gradient is whole,
     and nothing is sent. Optax's sums the squares of half precision in half precision;
