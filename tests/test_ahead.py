@@ -21,7 +21,7 @@ on_gpus = pytest.mark.skipif(bool(TPU) or not GPU, reason="make gpu tries it")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 STREAMING, WHOLE, QUIET = (
-    "diloco in 4 parts, a step later",
+    "diloco in 4 parts, where one lands",
     "diloco",
     "diloco, one that does not",
 )
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 # whole to the owners of the pieces, once a piece of each owner.
 EXPECTED = [
     *(
-        Expected(machine, STREAMING, ("all-reduce",), PARAMETERS, 10)
+        Expected(machine, STREAMING, ("all-reduce",), PARAMETERS + 4, 10)
         for machine in (ONE, TWO)
     ),
     Expected(ONE, WHOLE, ("all-reduce",), 4 * PARAMETERS),
@@ -153,20 +153,6 @@ def test_owners_share_muons_products(in_pods):
     assert not any(one.conditional for one in audit.collectives(owned))
 
 
-@pytest.mark.skipif(not TPU, reason="JAX tells no memories of GPUs that are not there")
-def test_a_quiet_step_holds_nothing_of_a_center_on_the_host(in_pods):
-    (_, alone), (step, quiet) = map(
-        in_pods,
-        ("sharded pods, adamw alone", "sharded pods, center on the host, quiet"),
-    )
-    counters = quiet["memory"] - alone["memory"]
-    assert 0 <= counters <= 4096  # five numbers, a few hundred bytes each
-    # A shard of the center and of the outer momentum, float32 both.
-    assert (
-        step.memory_analysis().host_argument_size_in_bytes == 2 * 4 * 8 * 512 * 512 // 8
-    )
-
-
 def places(compiled):
     """Where matrix products, and the given opcodes, stand in the scheduled program."""
     program = hlo.read(compiled.as_text())
@@ -187,20 +173,20 @@ def places(compiled):
 
 
 @pytest.mark.skipif(not TPU, reason="make tpu tries it")
-def test_a_part_that_lands_a_step_later_travels_while_the_step_computes(compiled):
+def test_a_part_travels_while_the_step_computes_in_which_it_lands(compiled):
     step = compiled("two slices of 8", STREAMING)
-    opcodes, body, products = places(step)
+    opcodes, _, products = places(step)
     assert len(products) >= 10  # 4 forwards, 3 backwards, 4 of the weights; some fused
     sent, received = opcodes.index("send"), opcodes.index("recv-done")
     assert sent < products[0]
-    # The first hop, between the slices: most of the step stands in between.
-    assert sum(sent < at < received for at in products) >= len(products) / 2
-    # The second hop, inside of a slice, ends after the last product.
-    ends = [i for i, one in enumerate(body) if "async-collective-done" in one.name]
-    assert ends and max(ends) > products[-1]
+    # The first hop, between the slices: all of the step stands in between.
+    assert received > products[-1]
+    # The second hop, inside of a slice, comes after it.
+    assert opcodes.index("all-gather") > received
     rows = audit.collectives(step)
     assert not any(row.conditional for row in rows)
-    assert [row.overlapped for row in rows if row.kind == "send"] == [True]
+    sends = [row.overlapped for row in rows if row.kind == "send"]
+    assert sends == [True, True]  # that of the worker's weight is the second
 
 
 @pytest.mark.parametrize(
@@ -238,7 +224,7 @@ def test_what_a_step_on_gpus_sends_and_what_hides_it(expected, compiled):
 
 
 @on_gpus
-def test_matrix_products_stand_behind_a_part_that_lands_a_step_later(compiled):
+def test_matrix_products_stand_behind_a_part_that_lands(compiled):
     for machine in (ONE, TWO):
         opcodes, _, products = places(compiled(machine, STREAMING))
         start, end = (opcodes.index(f"all-reduce-{at}") for at in ("start", "done"))
