@@ -8,7 +8,7 @@ result which arrays it reads at its own place, and which elsewhere.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -570,22 +570,3 @@ def leafwise(
     every = [of(leaf) for leaf in range(count)]
     kinds = [(x, *own.values()) for x, own in zip(updates, every, strict=True)]
     return Leafwise(kinds, list(map(frozenset, every)), of(None))
-
-
-def reads(function: Callable[..., Any], given: Mapping[str, Tree]) -> set[str]:
-    """The names of the arguments on whose numbers a function's result depends.
-
-    Args:
-        function: A function of arrays, called as `function(**given)`.
-        given: Its arguments by name, trees of arrays or `jax.ShapeDtypeStruct`.
-    """
-    names = [name for name, tree in given.items() for _ in jax.tree.leaves(tree)]
-
-    def call(*trees: Tree) -> Any:
-        return function(**dict(zip(given, trees, strict=True)))
-
-    with as_optax_expects():
-        program = jax.make_jaxpr(call)(*given.values())
-    arrays = [Read(frozenset([(k, "")])) for k, _ in enumerate(names)]
-    found = _joined(_run(_Walk(), program, arrays)).spread("")
-    return {names[x[0]] for x, _ in found.elsewhere if not isinstance(x, str)}

@@ -388,18 +388,3 @@ def test_what_its_first_steps_do_not_show_is_refused(wrap, said, table):
         raise Mixes(str(found.value))
 
     assert refused(start, table) == {}
-
-
-def test_what_a_formula_reads():
-    def formula(params, taken, center, at):
-        del center
-        rounds = jax.lax.cond(at > 1, jnp.negative, jnp.abs, params["w"])
-        unused = taken["b"] + params["b"]
-        return {"w": rounds, "b": params["b"]} | ({} if unused.ndim else taken)
-
-    given = {"params": PARAMS, "taken": PARAMS, "center": PARAMS, "at": jnp.int32(0)}
-    assert programs.reads(formula, given) == {"params", "at"}
-    assert programs.reads(
-        lambda a, b: jnp.vdot(a, a), {"a": jnp.ones(3), "b": 1.0}
-    ) == {"a"}
-    assert programs.reads(lambda a: jnp.zeros_like(a), {"a": jnp.ones(3)}) == set()

@@ -16,7 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
-from optx_sync.comm.varying import vary_with
 from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
@@ -144,15 +143,6 @@ def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     """The same along the last axis, whatever axes of workers are in front of it."""
     cut = in_rows(jnp.moveaxis(x, -1, 0), n)
     return jnp.moveaxis(cut, 1, -1)
-
-
-def one_behind_the_other(
-    arrays: Sequence[jax.Array], size: int, dtype: DTypeLike
-) -> Shaped[Array, " {size}"]:
-    """Concatenate arrays into a flat one, padded with zeros to the size."""
-    missing = size - sum(x.size for x in arrays)
-    padding = [jnp.zeros(missing, dtype)] if missing else []
-    return jnp.concatenate([*flat(arrays), *vary_with(padding, arrays)])
 
 
 def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
