@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import by_hand
+from optx_sync.center.round import RoundState
 from optx_sync.center.state import CenterState
+from optx_sync.exchange.meeting import MeetingState
 from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
 from optx_sync.placement.fields import fields_of
@@ -82,7 +84,7 @@ def test_what_workers_share_has_no_worker_axis():
     axes: Any = by_hand.state_axes(tx, PARAMS)
     specs: Any = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     whose = {name: kind.is_shared for name, kind, _ in fields_of(state)}
-    own = {"accumulated", "broken", "exchange", "inner"}
+    own = {"accumulated", "broken", "exchange", "inner", "weight"}
     told = {"dropped", "outliers", "outcome", "outcome_counts", "distance", "gathered"}
     assert {name for name, shared in whose.items() if not shared} == own | told
     assert set(state.info._fields) == told | {"measured"}
@@ -129,8 +131,9 @@ def test_every_state_says_whose_its_fields_are():
                 for name, x in vars(module).items()
                 if name.endswith("State") and hasattr(x, "_fields")
             }
-    # An Optax optimizer's: it is whose the field is that holds it.
-    found -= {DelayedNesterovState}
+    # An Optax optimizer's: it is whose the field is that holds it. And what exists
+    # within a step alone.
+    found -= {DelayedNesterovState, MeetingState, RoundState}
     assert {CrossShardState, CenterState, OwnCenterState} < found
     for state in found:
         assert set(getattr(state, "field_kinds", ())) == set(state._fields), state

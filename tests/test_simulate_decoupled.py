@@ -65,15 +65,15 @@ def in_lockstep(inner, tx, steps):
 def test_all_of_equal_workers_are_diloco_in_lockstep(parts):
     # At the end nothing is on its way: the center would have absorbed that already.
     inner, steps, seen = optax.sgd(0.1, 0.9), 50, []
-    for delay in (0, 1, 2):
-        options: Any = {"communication_period": 12, "fragments": parts, "delay": delay}
-        tx = oxs.diloco(inner, "workers", outer=OUTER, **options)
-        found = run(inner=inner, until=steps, meet=quorum(3), **options)
+    for delay in (0, 1):
+        options: Any = {"communication_period": 12, "fragments": parts}
+        tx = oxs.diloco(inner, "workers", outer=OUTER, overlap=delay > 0, **options)
+        found = run(inner=inner, until=steps, meet=quorum(3), delay=delay, **options)
         workers = found.final.learners.worker
         seen.append(found.final.center)
         assert_close((seen[-1], workers.params), in_lockstep(inner, tx, steps))
         assert found.timeline.participation == found.timeline.uptime == 1
-    assert not np.allclose(seen[0], seen[1]) and not np.allclose(seen[1], seen[2])
+    assert not np.allclose(seen[0], seen[1])
 
 
 AGN, ADAM = optax.sgd(0.05, 0.9), oxs.optimizers.adam(0.1, b1=0.5)

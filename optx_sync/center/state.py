@@ -143,8 +143,6 @@ class CenterState(NamedTuple):
         rounds, steps = (
             int(jnp.ravel(x)[0]) for x in (self.global_step, self.local_step)
         )
-        if not isinstance(self.waits, tuple):
-            rounds -= int(jnp.ravel(self.waits)[0] > 0)  # which moves it a step later
         return steps > 0 and rounds < parts
 
     def metrics(self, params: Tree | None) -> CenterMetrics:

@@ -60,8 +60,9 @@ def stepped(*workers):
         worker.step(grads)
 
 
-def lockstep(rule, period=8, **options):
+def lockstep(rule, period=8, delay=0, **options):
     """The workers' parameters after each step, and the center."""
+    options["overlap"] = delay == 1
     tx = oxs.center_variable(
         INNER, rule, "workers", communication_period=period, **options
     )
@@ -92,11 +93,11 @@ def same(got, wanted):
 
 LAWS = {
     "whole": (DILOCO, {}),
-    "delayed": (DILOCO, {"delay": 3}),
+    "delayed": (DILOCO, {"delay": 1}),
     "parts": (DILOCO, {"fragments": 4}),
     "parts, delayed": (DILOCO, {"fragments": 4, "delay": 1}),
     "sharded": (DILOCO, {"fragments": 4, "delay": 1, "over": {"data": 4}}),
-    "local SGD": (oxs.rules.local_sgd(), {"fragments": 2, "delay": 2}),
+    "local SGD": (oxs.rules.local_sgd(), {"fragments": 2, "delay": 1}),
     "AGN": (oxs.rules.agn(optax.sgd(0.3)), {"delay": 1}),
     "radial": (DILOCO, {"fragments": 4, "delay": 1, "exchange": RADIAL}),
 }
