@@ -116,5 +116,7 @@ class Meeting:
         """
         landing = self.fit(tree, params, state)
         mean, now, pushed = self.agree(landing, tree, state, weight=weight, alike=alike)
+        # What `init` was given may vary where a mean does not.
+        mean = vary_like(mean, landing.share(params))
         now = now._replace(info=vary_like(now.info, state.info))
         return *self.step(landing, mean, now, params, extra_args), pushed

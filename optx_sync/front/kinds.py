@@ -147,5 +147,5 @@ def all_kinds(rules: Sequence[Rule]) -> Iterator[Kinds]:
 
 def _number(x: Any) -> np.ndarray:
     """The number of a counter, also of one that lies on other processes, too."""
-    shards = getattr(x, "addressable_shards", None)
-    return np.ravel(jax.device_get(shards[0].data if shards else x))[0]
+    here = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.ravel(np.asarray(here))[0]
