@@ -62,7 +62,7 @@ STRATEGIES = {  # the steps from one meeting to the next, and whose turn it can 
             exchange=CODES,
         ),
         5,
-        4,
+        1,
     ),
     # The neighbour 1, 2 and 4 places before, in turn.
     "gossip": (
@@ -119,25 +119,26 @@ def run(name, progress):
         return images[rows], labels[rows]
 
     @group.step(state=2, split=False)
-    def step(params, state, images, labels, meet):
+    def step(params, state, images, labels):
         """One worker's step; it knows of no strategy in particular."""
         grads = jax.grad(loss_of)(params, images, labels)
-        return oxs.apply_gradients(tx, grads, state, params, meet=meet)
+        return oxs.apply_gradients(tx, grads, state, params)
 
-    # Two programs, since this loop knows when the workers meet: one communicates,
-    # the other does not. The compiled ones show what a worker hands to collectives.
-    bytes_of = {}
-    for meet in (True, False)[: min(period, 2)]:
-        rows = oxs.audit.collectives(step, params, state, *batch(), meet)
-        # A branch for each turn; one of them is taken.
-        bytes_of[meet] = sum(row.bytes for row in rows) / turns / SEEDS
+    # A program for each kind of step: nobody meets, or a part of the parameters does.
+    # The compiled ones show what a worker hands to collectives.
+    kinds = step.lower_kinds(params, state, *batch()).values()
+    sends = [
+        sum(row.bytes for row in oxs.audit.collectives(x.compile())) for x in kinds
+    ]
+    # A branch for each turn; one of them is taken.
+    of_round = np.mean([x for x in sends if x] or [0]) / turns / SEEDS
 
     curve, rounds, sent, center, start = [], 0, 0, initial, time.perf_counter()
     for done in progress.track(range(1, options.steps + 1), description=f"{name:16}"):
-        meet = oxs.by_hand.due(period, done - 1)
-        rounds, sent = rounds + bool(bytes_of[meet]), sent + bytes_of[meet]
+        meets = of_round > 0 and oxs.by_hand.due(period, done - 1)
+        rounds, sent = rounds + meets, sent + meets * of_round
         # One program at a time: forced CPU devices share a few threads.
-        params, state = jax.block_until_ready(step(params, state, *batch(), meet))
+        params, state = jax.block_until_ready(step(params, state, *batch()))
         if done % EVALUATE_EVERY == 0 or done == options.steps:
             center = jax.device_get(group.center((params, state)))
             curve.append((sent, accuracy_of(center, *validation)))
