@@ -113,7 +113,8 @@ def center_variable(
     Both take `weight`, how much this worker's contribution counts in this step's
     meeting: a number or a bool. And `meet`: `None`, the counter decides; a bool, equal
     on all workers, the caller does; a Python bool (`oxs.by_hand.due`) leaves the
-    conditional out of the program.
+    conditional out of the program. With `overlap` it says when a part is due; that of
+    what lands, a step later, stays.
 
     Args:
         inner: The worker's own optimizer, or a center rule over another axis.
