@@ -210,7 +210,10 @@ def test_a_step_inside_of_a_program_is_of_all_kinds():
 
     def two(carry, numbers):
         grads = jax.tree.map(lambda *x: jnp.stack(x), *map(grads_of, numbers))
-        body = lambda carry, grads: (step(*carry, grads), None)  # noqa: E731
+
+        def body(carry, grads):
+            return step(*carry, grads), None
+
         return jax.lax.scan(body, carry, grads)[0]
 
     step, workers = steps_of(

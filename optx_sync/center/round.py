@@ -100,9 +100,8 @@ class Turn(NamedTuple):
         """Whether this part meets in this step."""
         if self.parts.number == 1 or self.due is False:
             return self.due
-        if isinstance(self.part, int):
-            return self.part == part if self.due is True else self.due
-        return jnp.asarray(self.due) & (self.part == part)
+        turn = self.part == part
+        return turn if self.due is True else jnp.asarray(self.due) & turn
 
 
 class Rounds(Protocol):
@@ -119,10 +118,6 @@ class Rounds(Protocol):
 
     def meet(self, now: RoundState, turn: Turn, part: int) -> RoundState:
         """The round of a part; `now` has this part alone of what is cut into parts."""
-        ...
-
-    def settle(self, now: RoundState, turn: Turn, walked: Tree) -> RoundState:
-        """The other effects of a round on a worker, after the meeting of a part."""
         ...
 
 
@@ -171,10 +166,6 @@ class CenterRounds(NamedTuple):
             info = info._replace(measured=info.measured._replace(update_norm=norm))
         worker = work.take(rule, worker, now.center.value, center.value, turn.at)
         return RoundState(worker, center, met.exchange, info, now.well)
-
-    def settle(self, now: RoundState, turn: Turn, walked: Tree) -> RoundState:
-        """The other effects of a round on a worker; a broken one starts again."""
-        return settled(self.options, now, turn, walked)
 
 
 def moved_center(
@@ -277,7 +268,7 @@ def in_turn(rounds: Rounds, now: RoundState, turn: Turn) -> RoundState:
 
         def whole(now):
             met = rounds.meet(now, turn, 0)
-            return rounds.settle(met, turn, walked) if settles else met
+            return settled(options, met, turn, walked) if settles else met
 
         return _changed(turn.due, whole, now, settles)
     for part in range(parts.number):
@@ -293,7 +284,7 @@ def in_turn(rounds: Rounds, now: RoundState, turn: Turn) -> RoundState:
     if settles:
 
         def settle(now):
-            return rounds.settle(now, turn, walked)
+            return settled(options, now, turn, walked)
 
         now = _changed(turn.due, settle, now, inner=True)
     return now
@@ -310,7 +301,9 @@ def of_part(parts: Partition, tree: Any, part: int) -> Any:
             ),
             exchange=parts.of_each(tree.exchange, part),
         )
-    return _each_cut(tree, lambda x: parts.pick(x, part))
+    cut = tree.params, tree.taken, tree.accumulated
+    params, taken, accumulated = (parts.pick(x, part) for x in cut)
+    return Worker(params, tree.inner, taken, accumulated)
 
 
 def _with_part(
@@ -329,13 +322,6 @@ def _with_part(
     )
     exchange = parts.with_each(now.exchange, part, met.exchange)
     return met._replace(worker=worker, center=center, exchange=exchange)
-
-
-def _each_cut(worker: Worker, function: Callable[[Tree], Tree]) -> Worker:
-    """The worker with a function of each tree like the parameters."""
-    cut = (worker.params, worker.taken, worker.accumulated)
-    params, taken, accumulated = map(function, cut)
-    return Worker(params, worker.inner, taken, accumulated)
 
 
 def _changed(

@@ -27,7 +27,6 @@ from optx_sync.center.round import (
     left_out,
     moved_center,
     outer_args,
-    settled,
     weight_of,
 )
 from optx_sync.center.rules.diloco import diloco_rule
@@ -367,10 +366,6 @@ class Mixing(NamedTuple):
         after = moved_center(center, move, met.inner, mass, weight)
         worker = work.take(options.rule, now.worker, center.value, after.value, turn.at)
         return now._replace(worker=worker, center=after)
-
-    def settle(self, now: RoundState, turn: Turn, walked: Tree) -> RoundState:
-        """The other effects of a round on a worker; a broken one starts again."""
-        return settled(self.options, now, turn, walked)
 
     def _chosen(self, rounds: int, global_step: jax.Array) -> Any:
         """This round's place in the graph: equal on all workers, and after a resume."""
