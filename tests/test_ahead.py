@@ -97,13 +97,13 @@ def compiled():
         patch.syspath_prepend(BENCHMARKS)
         ahead = importlib.import_module("compile_ahead")
 
-        def compile_case(machine, case, large=False):
-            if (machine, case, large) not in found:
+        def compile_case(machine, case, large=False, **size):
+            key = machine, case, large, *size.values()
+            if key not in found:
                 mesh = ahead.PLATFORM.mesh_of(machine)
-                size = ahead.LARGE if large else {}
-                step = ahead.compile_case(case, mesh, jnp.bfloat16, **size)
-                found[machine, case, large] = step
-            return found[machine, case, large]
+                size = ahead.LARGE if large else size
+                found[key] = ahead.compile_case(case, mesh, jnp.bfloat16, **size)
+            return found[key]
 
         yield compile_case
 
@@ -170,6 +170,15 @@ def places(compiled):
     body = program.computations[entry]
     products = [i for i, instruction in enumerate(body) if multiplies(instruction)]
     return [instruction.opcode for instruction in body], body, products
+
+
+@pytest.mark.skipif(not TPU, reason="make tpu tries it")
+def test_codes_with_feedback_need_little_memory(compiled):
+    """2 1/2 times the parameters at most: bucket by bucket, each array once."""
+    size = {"layers": 8, "width": 2048, "examples": 1024}
+    step = compiled("two slices of 8", "diloco, 4 bits with feedback", **size)
+    held = step.memory_analysis().temp_size_in_bytes
+    assert held <= 2.5 * 4 * 8 * 2048 * 2048
 
 
 @pytest.mark.skipif(not TPU, reason="make tpu tries it")

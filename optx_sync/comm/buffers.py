@@ -6,6 +6,7 @@ piece for each replica. Coded arrays travel as bytes, because XLA widens narrow 
 and integer dtypes on some platforms, but bytes on none.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -107,6 +108,24 @@ class Joint:
         return found
 
 
+def in_groups(arrays: Sequence[Like], bucket_bytes: float) -> list[list[int]]:
+    """The numbers of the arrays of each bucket; small buckets are a group together.
+
+    Half precision arrays count as float32. Those without elements are in the first.
+    """
+    like = [jax.eval_shape(lambda x: wide(x).reshape(-1), x) for x in arrays]
+    sizes = [x.size * x.dtype.itemsize for x in like]
+    groups, filled = [[place for place, size in enumerate(sizes) if not size]], 0
+    for places in Joint(like, bucket_bytes=bucket_bytes).places:
+        size = sum(sizes[place] for place in places)
+        if filled and filled + size > bucket_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1] += places
+        filled += size
+    return groups
+
+
 def through(
     send: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
@@ -145,52 +164,64 @@ def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     return jnp.moveaxis(cut, 1, -1)
 
 
-def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
-    """Pack n codes of 1, 2, 4 or 8 bits, on the last axis, into ceil(n bits / 8) bytes.
+def pack(
+    codes: UInt8[Array, "... codes more"], bits: int
+) -> UInt8[Array, "... _ more"]:
+    """Pack n codes of 1 to 4 or 8 bits into n bits / 8 bytes, on the last axis but one.
 
-    A byte holds codes that are far apart, so that reads and writes are contiguous. Of
-    3 bits the lower two are packed, then the third.
+    A byte holds codes that are far apart, so that reads and writes are contiguous, and
+    arrays keep their last axis, so that XLA need not move them on TPUs. What is missing
+    to whole bytes is 0. Of 3 bits the lower two are packed, then the third.
     """
     if bits == 3:
-        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-1)
-    per = 8 // bits
+        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-2)
+    per, (*before, count, more) = 8 // bits, codes.shape
     if per == 1:
         return codes
-    spare = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)]
-    parts = jnp.pad(codes, spare).reshape(*codes.shape[:-1], per, -1)
+    spare = [(0, 0)] * len(before) + [(0, -count % per), (0, 0)]
+    parts = jnp.pad(codes, spare).reshape(*before, per, -(-count // per), more)
     # Reduced along an axis: XLA does not vectorise slices of computed arrays.
-    return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
+    return jnp.bitwise_or.reduce(parts << _places(bits, parts.ndim), axis=-3)
 
 
-def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]:
-    """The inverse of `pack`: `count` codes along the last axis."""
+def unpack(
+    packed: UInt8[Array, "... bytes more"], bits: int, count: int
+) -> UInt8[Array, "... {count} more"]:
+    """The inverse of `pack`: `count` codes along the last axis but one."""
     if bits == 8:
         return packed
     if bits == 3:
-        lower, third = jnp.split(packed, [-(-count // 4)], axis=-1)
+        lower, third = jnp.split(packed, [-(-count // 4)], axis=-2)
         return unpack(lower, 2, count) | unpack(third, 1, count) << 2
-    parts = packed[..., None, :]
-    parts = (parts >> _places(parts, bits)) & np.uint8(2**bits - 1)
-    return parts.reshape(*packed.shape[:-1], -1)[..., :count]
+    *before, some, more = packed.shape
+    parts = packed[..., None, :, :] >> _places(bits, packed.ndim + 1)
+    parts = (parts & np.uint8(2**bits - 1)).reshape(*before, 8 // bits * some, more)
+    return parts[..., :count, :]
 
 
-def _places(parts: UInt8[Array, "... _ _"], bits: int) -> np.ndarray:
-    """The bit offset within a byte of each part's codes; parts are along axis -2."""
+def _places(bits: int, axes: int) -> np.ndarray:
+    """The bit offset within a byte of each part's codes; parts are along axis -3."""
     places = np.arange(0, 8, bits, dtype=np.uint8)
-    return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
+    return places.reshape(*[1] * (axes - 3), -1, 1, 1)
 
 
 def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
-    """The bytes of the numbers, along the last axis."""
-    octets = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    if octets.ndim == x.ndim:  # numbers of one byte each
-        return octets
-    return octets.reshape(*x.shape[:-1], -1)
+    """The bytes of the numbers, along the last axis: all first ones, all second ones.
+
+    So they lie side by side as the numbers do: a short axis of the bytes of a number
+    is one that XLA fills up to 128 on TPUs.
+    """
+    size = x.dtype.itemsize
+    words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}")
+    octets = [(words >> (8 * n)).astype(jnp.uint8) for n in range(size)]
+    return jnp.concatenate(octets, axis=-1)
 
 
 def from_bytes(octets: Octets, dtype: DTypeLike) -> Num[Array, "... numbers"]:
     """The inverse of `to_bytes`."""
     size = jnp.dtype(dtype).itemsize
-    if size > 1:
-        octets = octets.reshape(*octets.shape[:-1], -1, size)
-    return jax.lax.bitcast_convert_type(octets, dtype)
+    words = jnp.split(octets.astype(f"uint{8 * size}"), size, axis=-1)
+    whole = functools.reduce(
+        jnp.bitwise_or, [word << (8 * n) for n, word in enumerate(words)]
+    )
+    return jax.lax.bitcast_convert_type(whole, dtype)

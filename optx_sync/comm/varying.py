@@ -239,3 +239,20 @@ def _leaves_that(
             x = values_of(leaf)
             if (axis in varying_axes(x)) == varies:
                 yield axis, path_name(path), jax.typeof(x)
+
+
+def in_turn(
+    sooner: list[jax.Array], later: list[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The arrays, of which the compiler computes the later ones after the sooner.
+
+    So that what the sooner ones were made of need no longer be in memory. Only arrays
+    that vary over the same axes are held up: a barrier gives all one type.
+    """
+    both = [*sooner, *later]
+    axes = varying_axes(both[0]) if both else frozenset()
+    alike = [place for place, x in enumerate(both) if varying_axes(x) == axes]
+    held = jax.lax.optimization_barrier([both[place] for place in alike])
+    for place, x in zip(alike, held, strict=True):
+        both[place] = x
+    return both[: len(sooner)], both[len(sooner) :]

@@ -98,6 +98,9 @@ class Exchange(NamedTuple):
             every array; `None` if the exchange cannot be halved.
         bucket_bytes: How many bytes of a state in pieces one collective brings
             back.
+        in_buckets: Whether leaves of different buckets, of `bucket_bytes` each, do not
+            touch: `error_feedback` then gives a large tree to `meet` bucket by bucket,
+            with `None` in place of the other leaves, and needs less memory.
 
     Example:
         The mean, written by hand:
@@ -126,6 +129,7 @@ class Exchange(NamedTuple):
     scatter: Callable[..., Met] | None = None
     code: Code | None = None
     bucket_bytes: int = BUCKET_BYTES
+    in_buckets: bool = False
 
 
 def start_outliers(exchange: Exchange) -> Tree:

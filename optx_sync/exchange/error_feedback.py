@@ -2,20 +2,24 @@
 """Error feedback: what an exchange loses is kept, and sent with the next one."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import interval
+from optx_sync.comm.buffers import in_groups
 from optx_sync.comm.reduce import own_weight, weigh
-from optx_sync.comm.varying import localize, vary_like
+from optx_sync.comm.varying import in_turn, localize, vary_like
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.options import Refused, refuse
 from optx_sync.placement.fields import OWED, OWN, declare
 from optx_sync.trees import Tree, at_least_float32, round_to
+
+# Groups of a large tree under way at a time: one is coded while another one travels.
+_UNDER_WAY = 2
 
 
 @declare(error=OWED, exchange=OWN)
@@ -103,10 +107,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         )
         return ErrorFeedbackState(zeros, exchange.init(tree))
 
-    meet = _fed_back(exchange.meet, decay)
+    meet = _fed_back(exchange, exchange.meet, decay)
     scatter = exchange.scatter
     if scatter is not None:
-        scatter = _fed_back(scatter, decay, whole=False)
+        scatter = _fed_back(exchange, scatter, decay, whole=False)
     return Exchange(
         init,
         meet,
@@ -128,51 +132,111 @@ _REFUSED: Refused[Exchange] = (
 )
 
 
+class _Account(NamedTuple):
+    """What a replica owes, before a meeting and after it."""
+
+    decay: float | jax.Array
+    weight: jax.Array | None  # this replica's
+
+    @property
+    def takes_part(self) -> jax.Array | bool:
+        """Whether this replica sends anything."""
+        return True if self.weight is None else self.weight > 0
+
+    def wish(self, x: jax.Array, error: jax.Array) -> jax.Array:
+        """What is to be sent: x, and a share of what is owed."""
+        weight = 1.0
+        if self.weight is not None:
+            weight = jnp.where(self.takes_part, self.weight, 1.0)
+        owed = error * jnp.asarray(self.decay, error.dtype)
+        owed = owed / jnp.asarray(weight, error.dtype)
+        return x.astype(error.dtype) + jnp.where(self.takes_part, owed, 0.0)
+
+    def after(
+        self,
+        error: jax.Array,
+        wish: jax.Array,
+        sent: jax.Array,
+        lost: jax.Array | None,
+        mean: jax.Array | None,
+    ) -> jax.Array:
+        """What is owed then; as before where that or a given mean is not finite."""
+        new = weigh(wish - sent.astype(wish.dtype), self.weight)
+        if lost is not None:
+            new = new + lost
+        new = jnp.where(self.takes_part, new, new + error)
+        arrived = jnp.isfinite(new)
+        if mean is not None:
+            arrived = arrived & jnp.isfinite(mean)
+        return jnp.where(arrived, new, error)
+
+    def grown(self, after: jax.Array, before: jax.Array) -> jax.Array:
+        """By how much that is more than what was kept."""
+        decay = jnp.asarray(self.decay, before.dtype)
+        return after - jnp.where(self.takes_part, decay, 1.0) * before
+
+
 def _fed_back(
-    inside: Callable[..., Met], decay: float | jax.Array, whole: bool = True
+    exchange: Exchange,
+    inside: Callable[..., Met],
+    decay: float | jax.Array,
+    whole: bool = True,
 ) -> Callable[..., Met]:
-    """A `meet` that adds what is owed to what the one inside sends.
+    """A `meet` that adds what is owed to what `inside` sends, a half of the exchange's.
 
     `whole` says whether its mean is of whole arrays, or of a piece of each.
     """
 
     def meet(tree, state, axis_name, *, weight=None, **more):
         require_meetable(tree, axis_name, "error_feedback")
-        own = own_weight(weight, axis_name)
-        takes_part = True if own is None else own > 0
-        share = 1.0 if own is None else jnp.where(takes_part, own, 1.0)
-        errors, treedef = jax.tree.flatten(state.error)
+        account = _Account(decay, own_weight(weight, axis_name))
+        before, treedef = jax.tree.flatten(state.error)
         leaves = treedef.flatten_up_to(tree)
         # The error of leaves without a gradient (`None`) stays as it is.
         given = [place for place, x in enumerate(leaves) if x is not None]
-        wished, sent, grown = list(leaves), list(leaves), list(leaves)
-        for place in given:
-            x, error = leaves[place], errors[place]
-            owed = error * jnp.asarray(decay, error.dtype)
-            owed = owed / jnp.asarray(share, error.dtype)
-            wish = x.astype(error.dtype) + jnp.where(takes_part, owed, 0.0)
-            wished[place] = wish
-            sent[place] = round_to(wish, x.dtype).astype(x.dtype)
-        met = inside(
-            treedef.unflatten(sent), state.exchange, axis_name, weight=weight, **more
-        )
-        means = treedef.flatten_up_to(met.mean)
-        lost = None if met.lost is None else treedef.flatten_up_to(met.lost)
-        for place in given:
-            error, wish = errors[place], wished[place]
-            new = weigh(wish - sent[place].astype(wish.dtype), own)
-            if lost is not None:
-                new = new + lost[place]
-            new = jnp.where(takes_part, new, new + error)
-            arrived = jnp.isfinite(new)
-            if whole:
-                arrived = arrived & jnp.isfinite(means[place])
-            errors[place] = jnp.where(arrived, new, error)
-            kept = jnp.where(takes_part, jnp.asarray(decay, error.dtype), 1.0)
-            grown[place] = errors[place] - kept * error
-        memory = ErrorFeedbackState(treedef.unflatten(errors), met.state)
-        grown = treedef.unflatten(grown)
-        return met._replace(lost=grown, state=localize(memory, axis_name))
+        groups, mets = [given], []
+        if exchange.in_buckets:
+            found = in_groups([leaves[i] for i in given], exchange.bucket_bytes)
+            groups = [[given[i] for i in group] for group in found]
+        errors, means, grown = list(before), list(leaves), list(leaves)
+        for number, group in enumerate(groups):
+            wishes = [account.wish(leaves[i], before[i]) for i in group]
+            if number >= _UNDER_WAY:
+                sooner = groups[number - _UNDER_WAY]
+                held, wishes = in_turn([errors[i] for i in sooner], wishes)
+                for i, error in zip(sooner, held, strict=True):
+                    errors[i] = error
+            sent: list[Any] = [None] * len(leaves)
+            for i, wish in zip(group, wishes, strict=True):
+                sent[i] = round_to(wish, leaves[i].dtype).astype(leaves[i].dtype)
+            # Scalars travel once, with the first.
+            more = {} if mets else more
+            met = inside(
+                treedef.unflatten(sent),
+                state.exchange,
+                axis_name,
+                weight=weight,
+                **more,
+            )
+            mets.append(met)
+            mean = treedef.flatten_up_to(met.mean)
+            lost: list[Any] = [None] * len(leaves)
+            if met.lost is not None:
+                lost = treedef.flatten_up_to(met.lost)
+            for i, wish in zip(group, wishes, strict=True):
+                means[i] = mean[i]
+                errors[i] = account.after(
+                    before[i],
+                    wish,
+                    sent[i],
+                    lost[i],
+                    mean[i] if whole else None,
+                )
+        for i in given:
+            grown[i] = account.grown(errors[i], before[i])
+        means, errors, grown = map(treedef.unflatten, (means, errors, grown))
+        memory = localize(ErrorFeedbackState(errors, mets[0].state), axis_name)
+        return mets[0]._replace(mean=means, lost=grown, state=memory)
 
     return meet
 

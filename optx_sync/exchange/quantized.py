@@ -130,6 +130,7 @@ def quantized(
         for coded, again in zip(own, second, strict=True):
             at_second = again.lost * total.astype(coded.x.dtype)
             lost.append(coded.lost + jnp.where(mine, at_second, 0.0))
+        read, lost = (list(map(jax.lax.optimization_barrier, x)) for x in (read, lost))
         return buffers.flat(read), buffers.flat(lost), known
 
     def encode(x, state):
@@ -158,7 +159,7 @@ def quantized(
     exchange = pieces.joined(
         "quantized", meet_buffers, Code(encode, decode), bucket_bytes
     )
-    return exchange._replace(scatter=scatter)
+    return exchange._replace(scatter=scatter, in_buckets=True)
 
 
 class _Coded(NamedTuple):
@@ -184,7 +185,13 @@ class _Coder(NamedTuple):
         blocks = -(-piece // self.block)
         # Shorter blocks where a few full ones would be mostly padding.
         needed = -(-piece // blocks)
-        return replicas, blocks, min(self.block, needed + -needed % 8)
+        length = min(self.block, needed + -needed % 8)
+        # Where it costs little, so many that their codes fill bytes.
+        return (
+            replicas,
+            blocks + (-blocks % self._per if self._many(blocks) else 0),
+            length,
+        )
 
     def in_blocks(
         self, rows: Float[Array, "rows numbers"], pieces: int
@@ -223,17 +230,21 @@ class _Coder(NamedTuple):
 
     def message(self, coded: _Coded) -> Messages:
         """The codes of each piece, and their scales."""
-        pieces = len(coded.x)
-        packed = buffers.pack(coded.codes.reshape(pieces, -1), self.bits)
+        pieces, blocks, length = coded.codes.shape
+        rows = coded.codes.reshape(pieces, *self._rows(blocks, length))
+        packed = buffers.pack(rows, self.bits).reshape(pieces, -1)
         scales = buffers.to_bytes(coded.scales.reshape(pieces, -1))
-        return jnp.concatenate([packed, scales], 1)
+        spare = self._scale_bytes(blocks) - scales.shape[1]
+        return jnp.concatenate([packed, jnp.pad(scales, ((0, 0), (0, spare)))], 1)
 
     def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
         """The numbers of decoded messages, in blocks of this shape."""
         kind, (_, blocks, length) = KINDS[self.kind], shape
-        codes, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
-        codes = buffers.unpack(codes, self.bits, blocks * length)
-        scales = buffers.from_bytes(scales, jnp.float32).astype(dtype)
+        size = sent.shape[1] - self._scale_bytes(blocks)
+        packed, scales = jnp.split(sent, [size], axis=1)
+        count, more = self._rows(blocks, length)
+        codes = buffers.unpack(packed.reshape(len(sent), -1, more), self.bits, count)
+        scales = buffers.from_bytes(scales[:, : 4 * blocks], jnp.float32).astype(dtype)
         return kind.read(
             codes.reshape(-1, blocks, length), scales[..., None], self.bits
         )
@@ -265,6 +276,23 @@ class _Coder(NamedTuple):
         )
         pairs = zip(gathered, own, strict=True)
         return [self.read(row, x.shape, x.dtype) for row, (x, *_) in pairs], total
+
+    @property
+    def _per(self) -> int:
+        """Of so many codes the bits fill whole bytes."""
+        return 8 // math.gcd(8, self.bits)
+
+    def _many(self, blocks: int) -> bool:
+        """Whether a few more bytes of padding are a small part of a message."""
+        return blocks >= 64 * self._per
+
+    def _rows(self, blocks: int, length: int) -> tuple[int, int]:
+        """How codes are packed: those of whole blocks, where these fill bytes."""
+        return (blocks * length, 1) if blocks % self._per else (blocks, length)
+
+    def _scale_bytes(self, blocks: int) -> int:
+        """The bytes of the scales of a piece, which end with a line of a message."""
+        return 4 * blocks + (-4 * blocks % pieces.LINE if self._many(blocks) else 0)
 
     @property
     def _full(self) -> float:

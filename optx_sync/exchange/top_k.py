@@ -148,7 +148,7 @@ class _Coder(NamedTuple):
             bins = _bins(values)
             means = [_mean_where(values, bins == n) for n in range(4)]
             table = buffers.to_bytes(jnp.stack(means, axis=1).astype(jnp.float32))
-            parts += [buffers.pack(bins, 2), table]
+            parts += [buffers.pack(bins[..., None], 2)[..., 0], table]
         return jnp.concatenate(parts, axis=1).reshape(1, -1)
 
     def decode(
@@ -164,7 +164,7 @@ class _Coder(NamedTuple):
         if self.bits is None:
             return positions, buffers.from_bytes(rest, like.dtype)
         packed, table = jnp.split(rest, [rest.shape[-1] - 16], axis=-1)
-        bins = buffers.unpack(packed, 2, k).astype(jnp.int32)
+        bins = buffers.unpack(packed[..., None], 2, k)[..., 0].astype(jnp.int32)
         table = buffers.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
         return positions, jnp.take_along_axis(table, bins, axis=-1)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coded (compressed) pushes and answers, for workers that come one by one."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,13 +100,18 @@ def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
     )
 
 
-def plus_decoded(exchange: Exchange, messages: Tree, known: Tree) -> Tree:
-    """`known` plus the decoded messages: the same bits on both sides.
+def compile_plus_decoded(exchange: Exchange) -> Callable[[Tree, Tree], Tree]:
+    """A compiled function of messages and what is known: known plus what they encode.
 
-    The barrier keeps XLA from fusing this sum with the product in the decoding.
+    Both sides call it, and nothing else is in its program: how XLA fuses the decoding
+    with what is around it may change the last bits, and a server and its worker must
+    know the same ones.
     """
-    change = jax.lax.optimization_barrier(decoded(exchange, messages, known))
-    return jax.tree.map(jnp.add, known, change)
+
+    def plus_decoded(messages: Tree, known: Tree) -> Tree:
+        return jax.tree.map(jnp.add, known, decoded(exchange, messages, known))
+
+    return jax.jit(plus_decoded)
 
 
 def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:

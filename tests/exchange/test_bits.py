@@ -74,9 +74,10 @@ def test_levels_are_the_means_of_the_normal_numbers_nearest_to_them():
 def test_what_is_packed_is_unpacked(bits):
     rng = np.random.default_rng(0)
     for count in (0, 1, 7, 8, 9, 64):
-        codes = jnp.asarray(rng.integers(0, 2**bits, (3, count)), jnp.uint8)
+        codes = jnp.asarray(rng.integers(0, 2**bits, (3, count, 5)), jnp.uint8)
         packed = pack(codes, bits)
-        assert packed.shape[-1] <= -(-count * bits // 8) + (bits == 3)
+        assert packed.shape[1] <= -(-count * bits // 8) + (bits == 3)
+        assert packed.shape[::2] == codes.shape[::2]
         np.testing.assert_array_equal(unpack(packed, bits, count), codes)
 
 
@@ -95,7 +96,8 @@ def test_waves_are_scipys():
     code: Any = rotated(oxs.exchange.top_k(64, 64), "dct").code
     message, *_ = code.encode(jnp.asarray(rows.ravel()), ())
     octets = np.asarray(message).reshape(3, -1)
-    values = octets[:, 64:].copy().view(np.float32)
+    values = octets[:, 64:].reshape(3, 4, 64).swapaxes(1, 2).copy().view(np.float32)
+    values = values[..., 0]
     found = np.zeros_like(values)
     np.put_along_axis(found, octets[:, :64].astype(int), values, 1)
     expected: Any = scipy.fft.dct(rows, norm="ortho")

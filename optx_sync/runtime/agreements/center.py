@@ -14,9 +14,9 @@ from optx_sync.center.contract import Round
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import (
+    compile_plus_decoded,
     encoded,
     message_shapes,
-    plus_decoded,
     start_codes,
 )
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
@@ -50,13 +50,15 @@ class CodedAnswers:
         self.known: dict[int, tuple[int, Tree]] = {}  # by worker: (answer, center)
         # Answers of all servers of a run have different numbers.
         self._numbers = itertools.count(time.time_ns())
-        self._next: Any = jax.jit(self._run_next, donate_argnums=1)
+        self._encode: Any = jax.jit(self._run_encode)
+        self._plus = compile_plus_decoded(exchange)
 
     def answer(self, worker: int, took: int, name: str, center: Arrays) -> Reply:
         """The answer to a worker: whole arrays under this name, or their difference."""
         number, known = self.known.pop(worker, (0, ()))
         if took and took == number:
-            messages, known = self._next(self.variables.tree(center), known)
+            messages = self._encode(self.variables.tree(center), known)
+            known = self._plus(messages, known)
             name, center = "change", self.variables.arrays(messages)
             # The center may be overwritten after the answer.
             jax.block_until_ready(known)
@@ -67,11 +69,11 @@ class CodedAnswers:
         arrays = {path: np.array(x) for path, x in center.items()}
         return Reply({name: arrays}, 0, 0, number=self.known[worker][0])
 
-    def _run_next(self, center, known):
+    def _run_encode(self, center, known):
         lacking = jax.tree.map(jnp.subtract, center, known)
         nothing = start_codes(self.exchange, lacking)
         messages, _ = encoded(self.exchange, lacking, nothing)
-        return messages, plus_decoded(self.exchange, messages, known)
+        return messages
 
 
 class Center(AtOnce):

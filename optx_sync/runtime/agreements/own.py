@@ -13,7 +13,7 @@ from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
-from optx_sync.meetings.coded import encoded, plus_decoded, start_codes
+from optx_sync.meetings.coded import compile_plus_decoded, encoded, start_codes
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
 from optx_sync.runtime.agreements.memory import Received, Sharing
@@ -91,7 +91,7 @@ class OfCenter:
         self.rule: CenterRule = terms.rule
         self.at: Round = terms.at
         self.exchange: Exchange | None = terms.exchange
-        self.pulls: Exchange | None = terms.pulls
+        self._plus = None if terms.pulls is None else compile_plus_decoded(terms.pulls)
         self.between: Period = between  # steps between the pushes of two parts
         self.traffic: Traffic = traffic(self.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
@@ -100,7 +100,7 @@ class OfCenter:
         takes = self.rule.take is None
         self.took: str = "after" if takes else "before"
         kept = takes or keeps_before(self.rule)
-        self.keeps: bool = kept or self.pulls is not None
+        self.keeps: bool = kept or self._plus is not None
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
 
@@ -249,7 +249,11 @@ class OfCenter:
         self.spare[part] = sent.summed, sent.contributed
         kept, read = {}, {}
         for name, arrays in reply.arrays.items():
-            if self.keeps and name == self.took:
+            if name == "change" and self._plus is not None:
+                (name,) = self.traffic.replies
+                known = self.layout.pick(self.taken, part)
+                kept[name] = self._plus(tree_of(arrays, shapes), known)
+            elif self.keeps and name == self.took:
                 center = self.received[part].tree(arrays, shapes)
                 kept[name] = beside(center, self.params)
             else:
@@ -264,10 +268,6 @@ class OfCenter:
         (params, taken, kept), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
         x = work.as_center(pick(params, part), pick(taken, part))
-        if "change" in centers and self.pulls is not None:
-            (name,) = self.traffic.replies
-            known = pick(taken, part)
-            centers = {name: plus_decoded(self.pulls, centers["change"], known)}
         # A formula does not read what is not sent.
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())
