@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import time
 
 # What libtpu asks the host about chips, answered: there are none.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -53,6 +54,14 @@ MEETS = {
 }
 # The program of one kind of step, by `Workers.step`: the first part lands.
 LANDS = "diloco in 4 parts, where one lands"
+# The programs of `Workers.step` of two pods, by their exchange, and their model.
+KINDS: dict[str, Any] = {
+    "means": None,
+    "radial": oxs.exchange.radial(),
+    "4 bits with feedback": oxs.exchange.error_feedback(oxs.exchange.quantized(4)),
+}
+KINDS_SIZE = {"layers": 8, "width": 2048, "examples": 256}
+KINDS_PERIOD = 48
 # Two pods whose workers are sharded, or share a step's work:
 # the inner axis, what is made of it, and what a loop on the host says of the step.
 POD_AXIS, POD_PERIOD = "chips", 100
@@ -108,10 +117,13 @@ class Platform(NamedTuple):
     page: str
     machines: dict[str, Machine]
     short: str  # the machine of a short run, and of the tests
+    pods: Machine  # two slices or hosts of four
 
-    def mesh_of(self, machine: str) -> Mesh:
+    def mesh_of(self, machine: str | Machine) -> Mesh:
         """All devices of a machine along the worker axis, near ones together."""
-        topology, slices, _ = self.machines[machine]
+        if isinstance(machine, str):
+            machine = self.machines[machine]
+        topology, slices, _ = machine
         if self is TPU:
             found = topologies.get_topology_desc(topology, "tpu", num_slices=slices)
         else:
@@ -128,6 +140,7 @@ TPU = Platform(
         "256 chips": Machine("v5e:16x16", 1, 256),
     },
     "two slices of 8",
+    Machine("v5e:2x2", 2, 4),
 )
 # Slices x hosts x GPUs of a host; what one switch joins is a slice.
 GPU = Platform(
@@ -138,6 +151,7 @@ GPU = Platform(
         "64 GPUs": Machine("8x1x8", 8, 8),
     },
     "two hosts of 8",
+    Machine("2x1x4", 1, 4),
 )
 # Each has an environment of its own: JAX looks for chips wherever it finds libtpu.
 PLATFORM = TPU if importlib.util.find_spec("libtpu") else GPU
@@ -260,16 +274,22 @@ def compile_case(case: str, mesh: Mesh, dtype: Any, **size: int) -> jax.stages.C
     return compile_step(cases()[case](mesh.size), mesh, dtype, apply, **size)
 
 
-def compile_landing(
+def compile_landing(tx: Any, mesh: Mesh, dtype: Any, **size: int) -> Any:
+    """The program of `Workers.step` for the steps in which the first part lands."""
+    workers = oxs.Workers(mesh.size, AXIS, mesh=mesh)
+    return lower_kinds(tx, workers, dtype, **size)[(0,)].compile()
+
+
+def lower_kinds(
     tx: Any,
-    mesh: Mesh,
+    workers: oxs.Workers,
     dtype: Any,
     layers: int = LAYERS,
     width: int = WIDTH,
     examples: int = EXAMPLES,
-) -> jax.stages.Compiled:
-    """The program of `Workers.step` for the steps in which the first part lands."""
-    workers = oxs.Workers(mesh.size, AXIS, mesh=mesh)
+) -> dict[Any, jax.stages.Lowered]:
+    """The programs of `Workers.step` by the part that lands, and as one, `"one"`."""
+    mesh: Any = workers.mesh
     layer = jax.ShapeDtypeStruct((width, width), dtype)
     params = {f"layer {i}": layer for i in range(layers)}
 
@@ -278,11 +298,53 @@ def compile_landing(
         grads = jax.grad(loss)(params, batch)
         return oxs.apply_gradients(tx, grads, state, params)
 
-    split = NamedSharding(mesh, P(AXIS))
+    split = NamedSharding(mesh, P(mesh.axis_names))
     batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
     with jax.numpy_dtype_promotion("standard"):
         state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
-        return step.lower_kinds(*state, batch)[(0,)].compile()
+        return {**step.lower_kinds(*state, batch), "one": step.lower(*state, batch)}
+
+
+def kinds_in_pods(case: str, parts: int) -> dict[Any, jax.stages.Lowered]:
+    """The programs of two pods of four, whose devices share a worker's batch."""
+    devices = PLATFORM.mesh_of(PLATFORM.pods).devices.reshape(2, -1)
+    mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
+    specs = {f"layer {i}": P() for i in range(KINDS_SIZE["layers"])}
+    workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+    more = {"fragments": parts, "overlap": True, "exchange": KINDS[case]}
+    tx = oxs.diloco(
+        optax.adamw(1e-3), AXIS, communication_period=KINDS_PERIOD, **more
+    )
+    return lower_kinds(tx, workers, jnp.bfloat16, **KINDS_SIZE)
+
+
+def study_kinds(page: Any, parts: tuple[int, ...] = (1, 4)) -> None:
+    """A table of the programs between which `Workers.step` chooses."""
+    near = PLATFORM.pods.near
+
+    def found(case: tuple[str, int]) -> list[list[Any]]:
+        rows, seconds = [], {}
+        for kind, lowered in kinds_in_pods(*case).items():
+            begin = time.perf_counter()
+            step = lowered.compile()
+            seconds[kind] = time.perf_counter() - begin
+            far = [row for row in oxs.audit.collectives(step) if leaves(row, near)]
+            behind = [row.behind for row in far if row.overlapped and row.behind]
+            conditionals = step.as_text().count(" conditional(")
+            held = by_hand.memory(step).temporary
+            shown = f"{min(behind)} to {max(behind)}" if behind else "-"
+            row = [len(far), len(behind), shown, conditionals, held]
+            if kind in ("one", (-1,), (0,)):
+                name = {"one": "one program", (-1,): "quiet", (0,): "lands"}[kind]
+                rows.append([*case, name, *row, f"{seconds[kind]:.1f}"])
+        several = sum(value for kind, value in seconds.items() if kind != "one")
+        rows.append([*case, "all kinds", "", "", "", "", "", f"{several:.1f}"])
+        return rows
+
+    programs = list(itertools.product(KINDS, parts))
+    rows = each("kinds of step", found, programs)
+    several = 2 * KINDS_SIZE["layers"] * KINDS_SIZE["width"] ** 2
+    page.table("kinds", itertools.chain(*rows.values()), parameters=several)
 
 
 def compile_step(
@@ -372,6 +434,7 @@ def study(page: Any, settings: Any) -> None:
         page.table("programs", shown, machine=machine, dtype=dtype)
     if not page.quick:
         study_pods(page, PLATFORM.short)
+        study_kinds(page)
     if PLATFORM is GPU and not page.quick:
         study_large(page, "one host of 8")
 
