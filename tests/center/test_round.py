@@ -44,7 +44,9 @@ EXCHANGES = {
 }
 
 
-def restated(name, period, exchange, parts, overlap, weighed, **options):
+def restated(
+    name, period, exchange, parts, overlap, weighed, inner_state="keep", **options
+):
     """The parameters after each step, by the public `cross_shard` and no conditional.
 
     Contributions are those of the workers as they come into a step (`overlap`), or as
@@ -86,6 +88,10 @@ def restated(name, period, exchange, parts, overlap, weighed, **options):
                     leaf: x[leaf] - RATE * (x[leaf] - before[leaf]) for leaf in after
                 }
                 x, center = x | (pulled if sums else own(after)), center | after
+                if inner_state == "average":
+                    inner = own(jax.lax.pmean(inner, AXIS))
+                elif inner_state == "reset":
+                    inner = INNER.init(x)
             history.append(x)
         return history
 
@@ -94,6 +100,8 @@ def restated(name, period, exchange, parts, overlap, weighed, **options):
     )
 
 
+# With which numbers are the same where all are finite.
+WATCHED = {"drop_nonfinite": True, "measure": True}
 # (rule, exchange, number of parts, overlap, weights, options of both)
 CASES = {
     "diloco": ("diloco", "mean", 1, False, False, {}),
@@ -117,6 +125,19 @@ CASES = {
         {"shard_state": True},
     ),
     "local SGD, measured": ("local_sgd", "mean", 1, False, False, {"measure": True}),
+    "averages": ("diloco", "mean", 1, False, False, {"inner_state": "average"}),
+    "resets": ("elastic", "mean", 1, False, False, {"inner_state": "reset"}),
+    "watched": ("diloco", "4 bits", 1, False, True, WATCHED),
+    "watched, parts": ("elastic", "mean", 2, False, False, WATCHED),
+    "watched, overlap": ("diloco", "radial", 2, True, True, WATCHED),
+    "watched, pieces": (
+        "diloco",
+        "mean",
+        1,
+        False,
+        True,
+        {**WATCHED, "shard_state": True},
+    ),
 }
 
 
@@ -124,6 +145,7 @@ CASES = {
 def test_a_round_is_an_update(case):
     name, exchange, number, overlap, weighed, options = CASES[case]
     period = 2 * number
+    same = {k: x for k, x in options.items() if k not in WATCHED}
     found = restated(
         name,
         period,
@@ -131,7 +153,7 @@ def test_a_round_is_an_update(case):
         PARTS[number - 1],
         overlap,
         weighed and name != "elastic",
-        **options,
+        **same,
     )
     tx = oxs.center_variable(
         INNER,
