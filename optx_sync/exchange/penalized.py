@@ -16,7 +16,7 @@ from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
 from optx_sync.options import Refused, refuse
-from optx_sync.placement.fields import OWN, OWN_COUNT, OWN_SUM, declare
+from optx_sync.placement.fields import OF_SUMS, OWN_COUNT, OWN_SUM, declare
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.trees import Tree, is_inexact, path_name, where
 
@@ -30,7 +30,8 @@ class History(NamedTuple):
     spread: Float[Array, ""]  # the mean square of the last z
 
 
-@declare(histories=OWN_SUM.not_a_slot, outlier=OWN_COUNT, exchange=OWN)
+# Weights inside add up to 1 for any number of workers, so what is owed keeps its scale.
+@declare(histories=OWN_SUM.not_a_slot, outlier=OWN_COUNT, exchange=OF_SUMS)
 class PenalizedState(NamedTuple):
     """State of `penalized`, each replica's own."""
 
@@ -143,8 +144,11 @@ def penalized(
     refuse(options, _REFUSED)
 
     def init(tree):
-        start = History(jnp.zeros((), jnp.int32), *[jnp.zeros((), jnp.float32)] * 3)
-        histories = dict.fromkeys(_members(tree, groups), start)
+        def start():  # each in a buffer of its own, so that all can be donated
+            three = [jnp.zeros((), jnp.float32) for _ in range(3)]
+            return History(jnp.zeros((), jnp.int32), *three)
+
+        histories = {name: start() for name in _members(tree, groups)}
         return PenalizedState(histories, jnp.zeros((), bool), exchange.init(tree))
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
@@ -163,13 +167,16 @@ def penalized(
             said.append(jnp.where(out, jnp.inf, norm))
         said.append(jnp.float32(1) if own is None else own.astype(jnp.float32))
         said = gather(jnp.stack(localize(said, axis_name))[None], axis_name)
-        shares, total = _shares(said[:, :-1], said[:, -1], temperature)
+        weights = said[:, -1]
+        shares, used = _shares(said[:, :-1], weights, temperature)
 
         # Inside, a replica's weight is its largest share: the others are below it.
         largest = jnp.max(shares, axis=1, initial=0)
         me = axis_index(axis_name)
         parts = shares[me] / or_one(largest[me])
         sent = treedef.unflatten(_scaled(leaves, members, parts))
+        # Their sums are divided by the weights of those that are used.
+        also = jax.tree.map(lambda x: jnp.where(used[me], x, jnp.zeros_like(x)), also)
         met = exchange.meet(
             sent, state.exchange, axis_name, weight=largest[me], also=also
         )
@@ -180,6 +187,7 @@ def penalized(
             factors = [_clipped(norms.norm_of(x, axes), scale, clip) for x in each]
         mean = treedef.unflatten(_scaled(means, members, factors))
         memory = localize(PenalizedState(histories, left_out, met.state), axis_name)
+        total = jnp.sum(jnp.where(used, weights, 0))
         return met._replace(mean=mean, weight=total, lost=None, state=memory)
 
     return Exchange(
@@ -260,13 +268,12 @@ def _shares(
     sizes: Float[Array, "replicas groups"],
     weights: Float[Array, " replicas"],
     temperature: Any,
-) -> tuple[Float[Array, "replicas groups"], Float[Array, ""]]:
-    """Each replica's share in each group, and the weights of those that have any."""
+) -> tuple[Float[Array, "replicas groups"], Bool[Array, " replicas"]]:
+    """Each replica's share in each group, and whether it may have one in any."""
     fine = jnp.isfinite(sizes) & (weights != 0)[:, None]
     least = jnp.min(jnp.where(fine, sizes, jnp.inf), axis=0, keepdims=True)
     # Relative to the shortest, whose exponential is 1.
     apart = jnp.where(fine, sizes - least, 0) / jnp.asarray(temperature, sizes.dtype)
     shares = jnp.where(fine, weights[:, None] * jnp.exp(-apart), 0)
     shares /= weight_divisor(jnp.sum(shares, axis=0, keepdims=True))
-    some = jnp.any(fine, axis=1) if sizes.shape[1] else weights != 0
-    return shares, jnp.sum(jnp.where(some, weights, 0))
+    return shares, jnp.any(fine, axis=1) if sizes.shape[1] else weights != 0

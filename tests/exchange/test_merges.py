@@ -322,6 +322,81 @@ def test_outliers_leave_no_trace_and_are_counted():
         np.testing.assert_allclose(moved[:, t], [expected] * n, rtol=1e-4, atol=1e-6)
 
 
+def test_scalars_beside_are_of_those_that_count():
+    """One of four jumps far: sums, measures and lengths are those of three."""
+    rounds, n = 12, 4
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(rounds, n, 6)).astype(np.float32)
+    x *= (1 + 0.1 * rng.random((rounds, n, 1))) / np.linalg.norm(x, axis=-1)[..., None]
+    x[-1, 2] *= 50
+    exchange = ex.penalized(warmup=11, temperature=1e9, clip=None)
+    elastic = oxs.rules.elastic(moving_rate=0.2, rho=0.0)
+    options: Any = {"communication_period": 1, "exchange": exchange, "measure": True}
+
+    def run(x, rule, weight):
+        tx = oxs.center_variable(optax.sgd(1.0), rule, AXIS, **options)
+
+        def step(carry, grads):
+            params, state = carry
+            more = {} if weight is None else {"weight": jnp.float32(weight)}
+            return oxs.apply_gradients(tx, grads, state, params, **more), None
+
+        first = oxs.localize((jnp.zeros(6), tx.init(jnp.zeros(6))), AXIS)
+        (params, last), _ = jax.lax.scan(step, first, x)
+        state: Any = last
+        return params, state.center, oxs.metrics(state)
+
+    for rule in (elastic, oxs.rules.local_sgd()):
+        found = [
+            jax.jit(jax.vmap(lambda x: run(x, rule, w), in_axes=1, axis_name=AXIS))(x)  # noqa: B023
+            for w in (None, 1)
+        ]
+        (*arrays, one), (*others, other) = found
+        for a, b in zip(arrays, others, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        for name in ("contributors", "contribution_norm"):
+            pair = getattr(one, name), getattr(other, name)
+            np.testing.assert_allclose(*pair, rtol=1e-5)
+        if rule.take is None:  # what is sent is the gradient
+            assert one.contributors.tolist() == [3] * n
+            sent = np.square(np.linalg.norm(np.delete(x[-1], 2, 0), axis=-1)).mean()
+            np.testing.assert_allclose(one.contribution_norm, sent**0.5, rtol=1e-5)
+
+    radial = ex.radial(ex.penalized(clip=None))
+    y = x[0].copy()
+    y[1] = np.nan
+    mean = jax.vmap(
+        lambda y: radial.meet(y, radial.init(y), AXIS).mean, axis_name=AXIS
+    )(y)
+    length = np.linalg.norm(np.delete(y, 1, 0), axis=-1).mean()
+    np.testing.assert_allclose(np.linalg.norm(mean, axis=-1), length, rtol=1e-5)
+
+
+def test_what_it_remembers_can_be_donated_and_loses_nothing_owed():
+    fed = ex.penalized(ex.error_feedback(ex.quantized(bits=4)), groups=lambda path: path)
+    params = {"a": jnp.linspace(0, 1, 24), "b": jnp.ones(4)}
+    tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=1, exchange=fed)
+    state = tx.init(params)
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len({*buffers}) == len(buffers)
+    workers = oxs.Workers(4, AXIS)
+    now = workers.start((params, state))
+
+    @workers.step(state=2)
+    def step(params, state, scale):
+        grads = jax.tree.map(lambda p: scale[0] * jnp.sin(7 * p), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    now = step(*now, jnp.arange(1.0, 5))
+    state: Any = now[1]
+    owed = jax.tree.map(lambda x: x.sum(0), state.exchange.exchange.error)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(owed)) > 1e-4
+    _, fewer = by_hand.resize(tx, *now, 2)
+    less: Any = fewer
+    kept = jax.tree.map(lambda x: x.sum(0), less.exchange.exchange.error)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), kept, owed)
+
+
 def test_what_a_worker_remembers_is_its_own():
     """In parts each has a history; a joiner begins one."""
     tx = oxs.diloco(
