@@ -10,9 +10,9 @@ from optx_sync.center.contract import InnerState, InnerStates
 from optx_sync.center.worker import Worker
 from optx_sync.checks import integer, one_of
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import reduce
+from optx_sync.comm.reduce import mean_or
 from optx_sync.comm.varying import vary_like
-from optx_sync.trees import is_inexact, names_of
+from optx_sync.trees import Tree, is_inexact, names_of
 
 
 def check_inner_state(asked: InnerState) -> InnerState:
@@ -27,14 +27,13 @@ def check_inner_state(asked: InnerState) -> InnerState:
     }
 
 
-def check_fields(asked: InnerState, state: optax.OptState) -> None:
+def check_fields(asked: InnerState, state: optax.OptState, params: Tree) -> None:
     """Refuse the name of a field that no floating array of the state lies in."""
     if not isinstance(asked, Mapping):
         return
-    paths = jax.tree_util.tree_leaves_with_path(state)
-    known = {
-        name for path, x in paths if is_inexact(x.dtype) for name in names_of(path)
-    }
+    leaves = jax.tree.leaves(state)
+    both = zip(_names_in(state, params), leaves, strict=True)
+    known = {name for names, x in both if is_inexact(x.dtype) for name in names}
     unknown = sorted(set(asked) - known)
     if unknown:
         raise ValueError(
@@ -57,15 +56,16 @@ def after_round(
         return worker.inner
     if asked == "reset":
         return inner.init(worker.params)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(worker.inner)
-    leaves = [x for _, x in paths]
+    leaves, treedef = jax.tree.flatten(worker.inner)
+    names = _names_in(worker.inner, worker.params)
 
     def averaged(given):
-        return vary_like(reduce(given, axis_name, weight=weight), given)
+        # Where nobody counts, each state stays as it is.
+        return vary_like(mean_or(lambda x: x, given, axis_name, weight), given)
 
     places: dict[int, list[int]] = {}  # of arrays, by the rounds from mean to mean
-    for place, (path, x) in enumerate(paths):
-        every = _period(asked, names_of(path))
+    for place, (own, x) in enumerate(zip(names, leaves, strict=True)):
+        every = _period(asked, own)
         if every is not None and is_inexact(x.dtype):
             places.setdefault(every, []).append(place)
     for every, some in places.items():
@@ -78,6 +78,20 @@ def after_round(
         for i, mean in zip(some, means, strict=True):
             leaves[i] = mean
     return treedef.unflatten(leaves)
+
+
+def _names_in(state: optax.OptState, params: Tree) -> list[tuple[str, ...]]:
+    """The names of the fields and keys around each leaf, without a parameter's own.
+
+    Those of the path from the state's root to where a tree like the parameters begins:
+    the second moment of a parameter called `mu` lies in `nu` alone.
+    """
+    own = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    found = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        ends = (end for end in range(len(path)) if path[end:] in own)
+        found.append(names_of(path[: next(ends, len(path))]))
+    return found
 
 
 def _period(asked: InnerState, names: tuple[str, ...]) -> int | None:

@@ -241,7 +241,7 @@ class Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, options.dtype)
         inner = options.inner.init(params)
-        check_fields(options.inner_state, inner)
+        check_fields(options.inner_state, inner, params)
         if options.moved is None:
             checks.refuse_hidden_center(inner)
         if number_of_parts(options.fragments) != 1:

@@ -31,7 +31,7 @@ from optx_sync.center.turns import Turns
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import reduce
+from optx_sync.comm.reduce import mean_or, nan_like
 from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.meeting import Meeting, MeetingState
 from optx_sync.metrics import SharedInfo
@@ -250,7 +250,8 @@ def _mean_of(
             f"{value!r}. Pass an optimizer of its own for the center, outer=, which "
             "gets no extra arguments."
         )
-    return reduce(localize(jnp.asarray(value), axis_name), axis_name, weight=weight)
+    own = localize(jnp.asarray(value), axis_name)
+    return mean_or(nan_like, own, axis_name, weight)
 
 
 def _in_part(turn: Turn, sent: Tree) -> Any:

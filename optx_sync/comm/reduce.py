@@ -7,7 +7,7 @@ unequal size by the size of the first.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
@@ -97,6 +97,31 @@ def reduce(
         tree, axis_name, None, reduction, weight, group_assignment, dtype
     )
     return found[0]
+
+
+def mean_or(
+    otherwise: Callable[[jax.Array], jax.Array],
+    tree: SameTree,
+    axis_name: AxisName,
+    weight: ArrayLike | None,
+    group_assignment: GroupAssignment | None = None,
+) -> SameTree:
+    """The weighted mean; where all weights are 0, `otherwise(x)` of each own array."""
+    mean, _, total = reduce_and_sum(
+        tree, axis_name, None, weight=weight, group_assignment=group_assignment
+    )
+    if weight is None:
+        return mean
+
+    def counted(m, x):
+        return jnp.where(jnp.asarray(total) > 0, m, otherwise(x).astype(m.dtype))
+
+    return jax.tree.map(counted, mean, tree)
+
+
+def nan_like(x: jax.Array) -> jax.Array:
+    """NaN in the shape and dtype of a floating array; others stay as they are."""
+    return jnp.full_like(x, jnp.nan) if is_floating(x.dtype) else x
 
 
 WEIGHED_SUM = (
@@ -241,9 +266,10 @@ def mean_extra_args(
     """Replace the named extra arguments by their means over the replicas.
 
     The inner transformation then gets the same on all replicas, with the weights and
-    groups of the gradients. Values that are known to be equal stay as they are:
-    Python numbers, and under check_vma=True arrays that do not vary. Under
-    check_vma=True, scalars that vary and are not named are refused.
+    groups of the gradients; where all weights are 0, it gets NaN, which is no value.
+    Values that are known to be equal stay as they are: Python numbers, and under
+    check_vma=True arrays that do not vary. Under check_vma=True, scalars that vary and
+    are not named are refused.
     """
     axes = set(collectives.checked_axes(axis_name))
     unchecked = set(collectives.check_axis_name(axis_name)) - axes
@@ -255,7 +281,7 @@ def mean_extra_args(
         if not (unchecked or collectives.varying_axes(x) & axes):
             return x
         own = localize(x, axis_name)
-        return reduce(own, axis_name, weight=weight, group_assignment=group_assignment)
+        return mean_or(nan_like, own, axis_name, weight, group_assignment)
 
     for name in set(extra_args) - set(names):
         for x in jax.tree.leaves(extra_args[name]):

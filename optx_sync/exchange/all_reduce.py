@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce: the exact mean over all replicas, the default of every wrapper."""
 
+import functools
+
 from jax.typing import DTypeLike
 
 from optx_sync.checks import floating, integer
@@ -53,7 +55,11 @@ def all_reduce(
     """
     dtype = floating("dtype", dtype, SUM_BITS)
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
+    return _made(dtype, bucket_bytes)
 
+
+@functools.cache  # equal options make one exchange
+def _made(dtype: DTypeLike | None, bucket_bytes: int) -> Exchange:
     def meet(tree, state, axis_name, *, weight=None, also=None, group_assignment=None):
         mean, also, total = reduce_and_sum(
             tree,

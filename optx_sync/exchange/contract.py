@@ -186,7 +186,7 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
 
     The `meet` of the result gives all fields of `Met`.
     """
-    if exchange is None and default is not None:
+    if default is not None and (exchange is None or exchange is default):
         return default
     if not isinstance(exchange, Exchange):
         raise TypeError(

@@ -26,7 +26,6 @@ from optx_sync.step import take_weight
 from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged"]
-_ALL_REDUCE = all_reduce()
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
@@ -170,7 +169,7 @@ def cross_shard(
         reduction,
         group_assignment,
         grads,
-        contract.check_exchange(exchange, _ALL_REDUCE),
+        contract.check_exchange(exchange, all_reduce()),
         shard_state,
         reduce.check_extra_args(reduce_extra_args),
         measure,
@@ -271,7 +270,7 @@ _TOGETHER: Refused[_Options] = (
         "got {0.shard_state!r}.",
     ),
     (
-        lambda o: o.grads != "local" and o.exchange is not _ALL_REDUCE,
+        lambda o: o.grads != "local" and o.exchange is not all_reduce(),
         "An exchange" + _REDUCED,
     ),
     (

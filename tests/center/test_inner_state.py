@@ -1,5 +1,7 @@
 """Fields of the inner state that workers average every so many rounds: DES-LOC."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +90,34 @@ local_sgd(inner_state={"mu": 2.5})  # TypeError: inner_state\['mu'\] must be an 
 local_sgd(inner_state={"my": 2}).init(ONES)  # ValueError: names 'my'.*'mu', 'nu'
 local_sgd(inner_state=EVERY, fragments=2)  # ValueError: rounds of all parameters
 """)
+
+
+def test_a_parameter_called_like_a_field_is_none():
+    """Its moments lie in the fields of the state; SGD's momentum has no `mu`."""
+    params = {"mu": jnp.ones(3), "nu": {"mu": jnp.ones(3)}}
+    tx = local_sgd(inner_state={"mu": 1})
+    step, workers, state = contexts.started(tx, params, N)
+    for grads in GRADS[:PERIOD]:
+        tree = {"mu": grads, "nu": {"mu": grads}}
+        workers, state = step(workers, state, tree)
+    moments: Any = state.inner[0]
+    for name, equal in (("mu", True), ("nu", False)):
+        for x in jax.tree.leaves(getattr(moments, name)):
+            assert np.allclose(x, x[:1]) == equal
+    with pytest.raises(ValueError, match="names .mu., but no floating array"):
+        local_sgd(optax.sgd(0.1, 0.9), inner_state={"mu": 1}).init(params)
+
+
+@pytest.mark.parametrize("asked", ["average", EVERY, {"mu": 1}])
+def test_where_nobody_counts_moments_stay(asked):
+    tx = local_sgd(inner_state=asked)
+    steps = [
+        contexts.started(tx, START, N, weight=jnp.float32(w))[0] for w in (1, 0)
+    ]
+    _, params, state = contexts.started(tx, START, N)
+    alone = oxs.local_sgd(ADAM, AXIS, communication_period=100)
+    other, own, plain = contexts.started(alone, START, N)
+    for number, grads in enumerate(GRADS[:PERIOD]):
+        params, state = steps[number == PERIOD - 1](params, state, grads)
+        own, plain = other(own, plain, grads)
+    contexts.assert_close(state.inner, plain.inner)

@@ -294,6 +294,12 @@ def test_one_all_reduce_per_dtype():
     assert sorted(row.operands for row in rows) == [6, 12]
 
 
+def test_the_default_exchange_may_be_written_out():
+    for grads in ("summed", "averaged"):
+        options: Any = {"grads": grads, "exchange": oxs.exchange.all_reduce()}
+        assert oxs.cross_shard(optax.sgd(0.1), "data", **options).init(jnp.ones(2))
+
+
 def test_reduced_gradients_are_not_sent_again():
     def update(grads):
         return [

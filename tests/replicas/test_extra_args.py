@@ -49,6 +49,7 @@ GROUPS = oxs.cross_shard(BY_VALUE, AXIS, group_assignment=PAIRS)
 OWN_SHARD = oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=())
 OWN_SYNC = oxs.sync_replicas(BY_VALUE, AXIS, N, reduce_extra_args=())
 FOUR, TWO = (oxs.sync_replicas(BY_VALUE, AXIS, number) for number in (N, 2))
+NOBODY: Any = {"weight": jnp.zeros(N)}
 WEIGHT = {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])}
 TWO_BROKEN: Any = {"weight": FIRST_AND_THIRD, "value": BROKEN}
 TWO_COUNT: Any = {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN}
@@ -67,10 +68,46 @@ TWO_COUNT: Any = {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN}
         (TWO, TWO_COUNT, [2.0] * N),
         (TWO, WEIGHT, THREE),
         (OWN_SYNC, {}, VALUES.tolist()),
+        (SHARD, NOBODY, [np.nan] * N),
+        (GROUPS, {"weight": FIRST_AND_THIRD}, [2.0, np.nan] * 2),
     ],
 )
 def test_value_is_the_mean_of_what_counts(tx, extra, expected):
-    assert seen(tx, **{"value": VALUES, **extra}) == expected
+    found = seen(tx, **{"value": VALUES, **extra})
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_where_no_gradient_counts_in_the_last_step_its_value_is_none():
+    tx = oxs.sync_replicas(BY_VALUE, AXIS, 2 * N)
+
+    def steps(gradient, value):
+        first = tx.update(gradient, tx.init(PARAMS), PARAMS, value=value)[1]
+        more: Any = {"weight": jnp.zeros(()), "value": value, "meet": True}
+        return tx.update(gradient, first, PARAMS, **more)[0]
+
+    found = jax.jit(jax.vmap(steps, axis_name=AXIS))(jnp.ones((N, 2)), VALUES)
+    assert np.isnan(found).all()
+
+
+def test_a_plateau_does_not_begin_where_nobody_counts():
+    """A value of 0, once, would stay the best one for ever."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
+    tx = oxs.cross_shard(optax.chain(optax.sgd(1.0), plateau), AXIS)
+
+    def steps(weights):
+        def step(state, now):
+            weight, value = now
+            more = {"weight": weight, "value": value}
+            return tx.update(PARAMS, state, PARAMS, **more)[1], ()
+
+        values = 1.0 / jnp.arange(1.0, 1 + len(weights))
+        state = oxs.localize(tx.init(PARAMS), AXIS)
+        return jax.lax.scan(step, state, (weights, values))[0]
+
+    weights = jnp.ones((N, 12)).at[:, 3].set(0)
+    with jax.numpy_dtype_promotion("standard"):
+        state: Any = jax.jit(jax.vmap(steps, axis_name=AXIS))(weights)
+    assert state[1].scale.tolist() == [1.0] * N
 
 
 def on_mesh(*cases):
