@@ -5,6 +5,7 @@ import bisect
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -242,9 +243,9 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
 
     Raises:
         TypeError: `tx` is neither, or `step` is no number.
-        ValueError: A period below 1; a schedule that gives no number, or NaN. A
-            compiled step cannot raise: with NaN as the period, its workers meet in
-            every step.
+        ValueError: A period below 1; a schedule that gives anything but a number above
+            0, of which 2.5 steps are 3. A compiled step cannot raise: there workers
+            meet in every step.
 
     Example:
         >>> import optax
@@ -261,9 +262,7 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
             "optax.chain pass the period itself."
         )
         return (step + 1) % integer("the period", period, mend) == 0
-    # A method is known by its object's identity, also where that has no hash.
-    period = period.__call__
-    begins = _begins(period)
+    begins = _begins(period.__call__)
     while (after := begins[-1] + period_length(period, begins[-1])) <= step:
         begins.append(after)
     begin = begins[bisect.bisect(begins, step) - 1]
@@ -282,18 +281,26 @@ def _compiled(period: optax.Schedule) -> optax.Schedule:
     return jax.jit(lambda step: period(step))
 
 
-@functools.lru_cache(maxsize=1024)
 def period_length(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, in float32 as in `is_due`."""
+    # A method is known by its object's identity, also where that has no hash.
+    return _period_length(period.__call__, begin)
+
+
+@functools.lru_cache(maxsize=1024)
+def _period_length(period: optax.Schedule, begin: int) -> int:
     try:
         given = _compiled(period)(np.int32(begin))
     except (TypeError, ValueError):  # It is for the host; no step can read it.
         given = period(begin)
     given = np.asarray(jax.device_get(given))
-    if given.shape or given.dtype == object or np.isnan(given):
+    length = math.nan
+    if not given.shape and given.dtype != object:
+        length = float(given.astype(np.float32))
+    if not length > 0:
         raise ValueError(
-            "communication_period must be a schedule of scalars, numbers of steps; it "
-            f"gave {given} for the period that begins in step {begin}."
+            "communication_period must be a schedule of scalars, numbers of steps above"
+            f" 0; it gave {given} for the period that begins in step {begin}. Write for"
+            " example lambda step: jnp.maximum(1, schedule(step))."
         )
-    length = float(given.astype(np.float32))
-    return max(1, int(min(np.ceil(length), 2**31)))
+    return int(min(np.ceil(length), 2**31))

@@ -19,13 +19,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import jax
+import jax.core
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import integer
+from optx_sync.checks import integer, one_of
+from optx_sync.step import period_length
 from optx_sync.trees import brief, call_it
 
+MeanOver: TypeAlias = Literal["pushed", "workers", None]
 InnerStates: TypeAlias = Literal["keep", "average", "reset"]
 # Or names of fields, with the rounds from one mean of them to the next.
 InnerState: TypeAlias = InnerStates | Mapping[str, int]
@@ -123,7 +126,7 @@ class CenterRule(NamedTuple):
     contribute: Callable[[Own, jax.Array, Round], jax.Array]
     outer: optax.GradientTransformation | None = None
     take: Callable[[jax.Array, jax.Array, jax.Array, Round], jax.Array] | None = None
-    mean_over: Literal["pushed", "workers"] | None = None
+    mean_over: MeanOver = None
     accumulate: Literal["gradients", "updates"] | None = None
     penalty: Callable[[Own, Round], jax.Array] | None = None
     num_workers: int | None = None
@@ -182,6 +185,7 @@ def check_rule(rule: object, call: str) -> None:
             f"rule must be a CenterRule; got {brief(rule)}.{call_it(rule)} Write for "
             f"example {call}."
         )
+    one_of("mean_over", rule.mean_over, MeanOver)
     known = get_args(Array)
     if not (isinstance(rule.reads, tuple) and set(rule.reads) <= set(known)):
         raise ValueError(
@@ -191,8 +195,14 @@ def check_rule(rule: object, call: str) -> None:
 
 
 def check_period(communication_period: Period) -> Period:
-    """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule."""
+    """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule.
+
+    Of a schedule the first period is looked at; of others hosts that count and
+    `oxs.by_hand.due` say what is wrong.
+    """
     if callable(communication_period):
+        with jax.core.eval_context():
+            period_length(communication_period, 0)
         return communication_period
     mend = "Pass an int, which is static, for example 10, or a schedule."
     return integer("communication_period", communication_period, mend)

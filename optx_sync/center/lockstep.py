@@ -122,7 +122,7 @@ def center_variable(
         axis_name: The mapped axis of the workers, or a tuple of them. `None`: one
             worker with a center of its own (with `cross_shard`, all replicas).
         communication_period: Steps between rounds: an int, or a schedule of the
-            worker's step, read where a period begins.
+            worker's step, read where a period begins; a fraction is rounded up.
         inner_state: In a round, `"keep"` the state of `inner`, `"average"` it over the
             workers, or `"reset"` it to that of a first step. Or fields of it with the
             rounds from one average to the next (DES-LOC, arXiv 2505.22549): of Adam

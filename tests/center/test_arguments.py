@@ -51,6 +51,10 @@ local_sgd(period=2**31)
 local_sgd(period=10**10)
 local_sgd(period=np.int64(2**40))
     # ValueError: communication_period must be 1 or more.*got (0|-3|\d{10,})
+local_sgd(period=lambda step: 0)
+local_sgd(period=lambda step: -3.0)
+local_sgd(period=lambda step: jnp.nan)
+    # ValueError: numbers of steps above 0; it gave (0|-3.0|nan) .* step 0
 agn(period=True)
 agn(period=2.0)
 agn(period="10")
@@ -101,13 +105,15 @@ oxs.rules.agn(None)
     # TypeError: must be an Optax .*transformation; got None .* oxs.rules.agn
 oxs.center_variable(SGD, oxs.rules.local_sgd, AXIS)
     # TypeError: must be a CenterRule; got <function .* oxs.rules.local_sgd\(\)
+oxs.center_variable(SGD, oxs.rules.diloco()._replace(mean_over="worker"), AXIS)
+    # ValueError: mean_over must be one of 'pushed', 'workers' and None; got 'worker'
 oxs.local_sgd(SGD, 0)
     # TypeError: axis_name must be .* mapped axis, or a tuple of names; got 0
 oxs.local_sgd(SGD, ("data", "data"))  # ValueError: axis_name names an axis twice
 update(elastic(num_workers=3))
     # ValueError: num_workers=3, but the axis 'data' has 2 workers. Leave
-update(local_sgd(period=lambda _: jnp.ones(1)))
-    # ValueError: a schedule of scalars; .* shape \(1,\)
+local_sgd(period=lambda _: jnp.ones(1))
+    # ValueError: a schedule of scalars, .* gave \[1.\]
 update(local_sgd(), params=None)  # ValueError: Call update\(grads, state, params\)
 update(oxs.diloco(SGD, AXIS), grads={**PARAMS, "b": ROWS})  # ValueError: \['b'\]
 local_sgd().init({"n": jnp.zeros(2, jnp.int32)})

@@ -103,7 +103,7 @@ def lockstep(
                         c = c + update
             if rule != "elastic":
                 x = np.stack([c] * workers)
-            if inner_state == "average":
+            if inner_state == "average" and weight.any():
                 slots = np.stack([pushed(slots) / came] * workers)
             elif inner_state == "reset":
                 slots = start(x)
