@@ -45,7 +45,7 @@ def files(text):
 GROUND = {
     "audit": files("audit/: programs"),
     "rows": files("rows/: slices"),
-    "comm": files("comm/: collectives varying buffers shards"),
+    "comm": files("comm/: collectives varying buffers shards reduce"),
     "placement": files("placement/: fields leaves axes held resize workers"),
     "exchange": files(
         "exchange/: contract all_reduce agree codes pieces measures landing "

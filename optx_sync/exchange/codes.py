@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optx_sync.comm.norms import unit_of
 from optx_sync.comm.reduce import or_one
 from optx_sync.shapes import Array, Bool, Float, UInt8
 
@@ -80,6 +81,10 @@ LEVELS: dict[int, tuple[float, ...]] = {
 def _lloyd(x: Blocks, there: There, bits: int) -> Made:
     """The nearest levels of x over its root mean square, times the scale that fits."""
     levels, half = LEVELS[bits], 2 ** (bits - 1)
+    # In units of the largest number: a square may leave the range of its dtype.
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    unit = unit_of(largest)
+    x = x / unit
     squares, number = _sums(x * x, there.astype(x.dtype))
     size = jnp.abs(x) / or_one(jnp.sqrt(squares / or_one(number)))
     place, level = jnp.zeros(x.shape, jnp.uint8), jnp.full(x.shape, levels[0], x.dtype)
@@ -91,7 +96,7 @@ def _lloyd(x: Blocks, there: There, bits: int) -> Made:
     # The best scale for these levels. Without it the codes of a block with a few large
     # numbers may be further from the block than zeros are.
     products, squares = _sums(jnp.abs(x) * level, jnp.where(there, level * level, 0.0))
-    scales = (products / or_one(squares)).astype(jnp.float32)
+    scales = (unit * (products / or_one(squares))).astype(jnp.float32)
     return codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optx_sync.checks import check_function, integer, interval
 from optx_sync.comm.collectives import AxisName, axis_index, gather
+from optx_sync.comm.norms import Number, norm_of
 from optx_sync.comm.reduce import or_one, own_weight, weight_divisor
 from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.all_reduce import all_reduce
@@ -160,7 +161,7 @@ def penalized(
         counts, left_out = jnp.bool_(True) if own is None else own > 0, jnp.bool_(False)
         said = []
         for name, places in members.items():
-            norm = norms.norm_of([leaves[i] for i in places], axes).astype(jnp.float32)
+            norm = norm_of([leaves[i] for i in places], axes).astype(jnp.float32)
             out, history = _judge(norm, histories[name], options)
             histories[name] = where(counts, history, histories[name])
             left_out |= counts & out
@@ -184,7 +185,7 @@ def penalized(
         factors = [scale] * len(members)
         if clip is not None:
             each = [[means[i] for i in places] for places in members.values()]
-            factors = [_clipped(norms.norm_of(x, axes), scale, clip) for x in each]
+            factors = [_clipped(norm_of(x, axes), scale, clip) for x in each]
         mean = treedef.unflatten(_scaled(means, members, factors))
         memory = localize(PenalizedState(histories, left_out, met.state), axis_name)
         total = jnp.sum(jnp.where(used, weights, 0))
@@ -223,7 +224,7 @@ def _members(tree: Tree, groups: Callable[[str], str] | None) -> dict[str, list[
     return found
 
 
-def _clipped(norm: norms.Number, scale: norms.Number, clip: Any) -> norms.Number:
+def _clipped(norm: Number, scale: Number, clip: Any) -> Number:
     """By what to multiply: `scale`, or what makes the norm `clip`."""
     scale = scale.astype(norm.dtype)
     norm = scale * norm
@@ -245,7 +246,7 @@ def _scaled(
 
 
 def _judge(
-    norm: norms.Number, history: History, options: _Options
+    norm: Number, history: History, options: _Options
 ) -> tuple[Bool[Array, ""], History]:
     """(whether a norm is an outlier, the history with it)."""
     rounds, mean, variance, spread = history

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optx_sync.checks import check_function
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.norms import norm_of, unit_of
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.comm.varying import norm_axes
 from optx_sync.exchange.all_reduce import all_reduce
@@ -103,9 +104,12 @@ def radial(
         ]
         lengths, roots = {}, [math.sqrt(max(1, x.size)) for x in sent]
         for place in turned:
-            x, length = sent[place], norms.norm_of([sent[place]], axes)
+            # Root mean squares, since a norm may leave the range of its numbers. Not
+            # divided: XLA makes one division of two, by a product that may be infinite.
+            x = sent[place] * (1 / roots[place])
+            length = norm_of([x], axes)
             # Codes see numbers of about 1 in each leaf: a block may have some of two.
-            sent[place] = x / norms.unit_of(length).astype(x.dtype) * roots[place]
+            sent[place] = x / unit_of(length).astype(x.dtype) * roots[place]
             lengths[place] = weigh(length, own)
         beside = {"also": also, "lengths": lengths}
         met = exchange.meet(
@@ -114,8 +118,8 @@ def radial(
         means = jax.tree.leaves(met.mean)
         for place, length in met.also["lengths"].items():
             total = weight_divisor(jnp.asarray(met.weight, length.dtype))
-            norm = norms.norm_of([means[place]], axes)
-            norm = jnp.maximum(norm, _SHORT * roots[place])
+            norm = norm_of([means[place] * (1 / roots[place])], axes)
+            norm = jnp.maximum(norm, _SHORT)
             means[place] = norms.times(length / total / norm, means[place])
         mean = treedef.unflatten(
             round_to(m, x.dtype).astype(x.dtype)

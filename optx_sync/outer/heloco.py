@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HeLoCo: an outer optimizer that turns stale pseudo-gradients to its momentum."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,11 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import check_rate, interval
+from optx_sync.comm.buffers import wide
+from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
+from optx_sync.comm.norms import Axes, norm_of, unit_of
 from optx_sync.comm.reduce import or_one
+from optx_sync.comm.varying import axes_of, sum_over
 from optx_sync.trees import times, zeros_like
 
 
@@ -28,6 +33,7 @@ def heloco(
     most: float | jax.Array = 1.0,
     turn: float | jax.Array = 0.1,
     kappa: float | jax.Array = 1.0,
+    shard_axes: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""HeLoCo, an outer optimizer for asynchronous DiLoCo: it corrects stale gradients.
 
@@ -69,13 +75,17 @@ def heloco(
         turn: k_d, 0 or more.
         kappa: 0 or more; the larger it is, the less is corrected of a d that is small
             beside m.
+        shard_axes: The axes over which the center is sharded by hand; `()`: none.
+            `None`: none, and refused where types (check_vma=True) say that there is
+            one.
 
     Returns:
         The transformation. It needs whole arrays: `shard_state=True` refuses it.
 
     Raises:
         TypeError: An argument is not a number.
-        ValueError: An argument out of range.
+        ValueError: An argument out of range; at the call, `shard_axes` is needed and
+            missing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,6 +107,7 @@ def heloco(
     interval("[0, inf)", shrink=shrink, turn=turn, kappa=kappa)
     check_rate(learning_rate)
     constants = (ok, shrink, most, turn, kappa)
+    axes = None if shard_axes is None else check_axis_name(shard_axes or ALONE)
     rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
@@ -105,7 +116,15 @@ def heloco(
     def update(updates, state, params=None, **extra_args):
         del extra_args
         (old,), of_rate = state
-        kept = jax.tree.map(lambda d, m: _corrected(d, m, *constants), updates, old)
+        if axes is None and (found := sorted(axes_of(updates))):
+            raise ValueError(
+                "heloco compares norms of whole arrays of the center, but these may be "
+                f"in shards over the mesh axes {found}. Pass shard_axes={tuple(found)} "
+                "if they are, for sums over the shards, or shard_axes=() if each "
+                "position there has a center of its own."
+            )
+        correct = functools.partial(_corrected, constants, axes or ())
+        kept = jax.tree.map(correct, updates, old)
         moved = jax.tree.map(lambda d, m: d + times(momentum, m - d), kept, old)
         step = jax.tree.map(lambda d, m: d + times(momentum, m), kept, moved)
         step, of_rate = rate.update(step, of_rate, params)
@@ -114,20 +133,20 @@ def heloco(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _corrected(d: jax.Array, m: jax.Array, *constants: ArrayLike) -> jax.Array:
-    """A pseudo-gradient, corrected by the momentum."""
+def _corrected(
+    constants: tuple[ArrayLike, ...], axes: Axes, d: jax.Array, m: jax.Array
+) -> jax.Array:
+    """A pseudo-gradient, corrected by the momentum; its shards lie over the axes."""
+    given, d, m = d, wide(d), wide(m)
     ok, shrink, most, turn, kappa = (jnp.asarray(x, d.dtype) for x in constants)
-    size, of_m = _norm(d), _norm(m)
-    u, v = d / or_one(size), m / or_one(of_m)
-    c = jnp.sum(u * v)
+    size, of_m = norm_of([d], axes), norm_of([m], axes)
+    u, v = d / unit_of(size), m / unit_of(of_m)
+    c = sum_over(jnp.sum(u * v), axes)
     sure = size / or_one(size + kappa * of_m)
     against = d - jnp.minimum(-shrink * c * sure, most) * c * size * v
     part = jnp.minimum(turn * (1 - c) * sure, 1)
     between = (1 - part) * u + part * v
-    between = size * between / or_one(_norm(between))
+    between = size * between / or_one(norm_of([between], axes))
     corrected = jnp.where(c < 0, against, between)
-    return jnp.where((c >= ok) | (of_m == 0), d, corrected)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x)))
+    corrected = jnp.where((c >= ok) | (of_m == 0), d, corrected)
+    return corrected.astype(given.dtype)

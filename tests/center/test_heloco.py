@@ -1,9 +1,12 @@
 """HeLoCo, an outer optimizer that turns stale pseudo-gradients to its momentum."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests.center.test_delayed_nesterov import GRADS, steps
@@ -98,3 +101,54 @@ oxs.diloco(SGD, "workers", outer=heloco(0.7), shard_state=True).init(jnp.ones(8)
   # ValueError: shard_state=True
 """
 )
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e35])
+def test_numbers_whose_squares_leave_float32(scale):
+    grads = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
+    tx = oxs.outer.heloco(1.0, 0.5, turn=3.0)
+    plain, state = [], tx.init(jnp.zeros(3))
+    large, other = [], tx.init(jnp.zeros(3))
+    for d in grads:
+        moved, state = tx.update(jnp.asarray(d), state)
+        plain.append(np.asarray(moved, float))
+        moved, other = tx.update(jnp.asarray(d * np.float32(scale)), other)
+        large.append(np.asarray(moved, float) / scale)
+    np.testing.assert_allclose(large, plain, rtol=1e-4)
+
+
+def test_small_numbers_of_a_float16_center():
+    tx, found = oxs.outer.heloco(1.0, 0.5, turn=3.0), []
+    for dtype in (np.float16, np.float32):
+        state, d = tx.init(jnp.zeros(3, dtype)), np.array([3e-4, 1e-4, 2e-4], dtype)
+        for sign in (1, -1, 1):
+            moved, state = tx.update(jnp.asarray(d * dtype(sign)), state)
+        assert moved.dtype == dtype
+        found.append(np.asarray(moved, np.float32))
+    np.testing.assert_allclose(*found, rtol=0.01)
+
+
+def test_shards_by_hand_are_one_array_or_refused():
+    d = jnp.asarray(np.random.default_rng(2).normal(size=(6, 8)), jnp.float32)
+
+    def run(tx, d):
+        state = tx.init(d[0])
+        for step in d:
+            updates, state = tx.update(step, state)
+        return updates
+
+    whole = run(oxs.outer.heloco(1.0, 0.5, turn=3.0), d)
+    for check in (True, False):
+        tx = oxs.outer.heloco(1.0, 0.5, turn=3.0, shard_axes="rows")
+        over = Mesh(np.array(jax.devices()[:4]), "rows")
+        spec = P(None, "rows")
+        cut = jax.shard_map(
+            lambda d, tx=tx: run(tx, d),
+            mesh=over, in_specs=spec, out_specs=P("rows"), check_vma=check,
+        )  # fmt: skip
+        np.testing.assert_allclose(jax.jit(cut)(d), whole, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="shards over the mesh axes .'rows'.*Pass"):
+        jax.shard_map(
+            lambda d: run(oxs.outer.heloco(1.0, 0.5), d),
+            mesh=over, in_specs=spec, out_specs=P("rows"),
+        )(d)  # fmt: skip

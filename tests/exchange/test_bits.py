@@ -12,6 +12,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync.comm.buffers import pack, unpack
 from optx_sync.exchange.codes import LEVELS
+from tests.exchange.meeting import AXIS
 
 quantized, rotated = oxs.exchange.quantized, oxs.exchange.rotated
 
@@ -102,3 +103,33 @@ def test_waves_are_scipys():
     np.put_along_axis(found, octets[:, :64].astype(int), values, 1)
     expected: Any = scipy.fft.dct(rows, norm="ortho")
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_lloyds_codes_lose_the_same_share_of_numbers_of_any_size(bits):
+    """Squares of numbers below 1e-19 and above 1e19 leave float32."""
+    exchange = oxs.exchange.quantized(bits, code="lloyd")
+    x = np.random.default_rng(0).normal(size=(2, 1024)).astype(np.float32)
+
+    def lost(x):
+        return exchange.meet(x, (), AXIS).lost
+
+    run = jax.jit(jax.vmap(lost, axis_name=AXIS))
+    shares = [
+        np.square(np.asarray(run(x * np.float32(scale)), float) / scale).mean()
+        for scale in (1.0, 1e-30, 1e-20, 1e20, 1e36)
+    ]
+    np.testing.assert_allclose(shares, shares[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e37, 5e37])
+def test_a_radial_mean_of_numbers_of_any_size(scale):
+    exchange = oxs.exchange.radial()
+    x = np.random.default_rng(0).normal(size=(2, 100)).astype(np.float32)
+
+    def mean(x):
+        return exchange.meet(x, exchange.init(x), AXIS).mean
+
+    run = jax.jit(jax.vmap(mean, axis_name=AXIS))
+    found = np.asarray(run(x * np.float32(scale)), float) / scale
+    np.testing.assert_allclose(found, run(x), rtol=1e-4)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from optx_sync.checks import interval
 from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.norms import norm_of
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import norm_axes
 from optx_sync.exchange.all_reduce import all_reduce
@@ -71,7 +72,7 @@ def clipped(
         require_meetable(tree, axis_name, "this exchange", is_inexact)
         leaves = jax.tree.leaves(tree)
         axes = norm_axes(tree, axis_name, shard_axes)
-        norm = norms.norm_of(leaves, axes)
+        norm = norm_of(leaves, axes)
         limit = to
         if isinstance(to, str):
             limit = norms.median_over(norm, weight, axis_name)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from optx_sync.checks import integer
 from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.norms import size_of, unit_of, widest
 from optx_sync.comm.reduce import or_one, reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
@@ -87,7 +88,7 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
             for middle, block in zip(near.middles, near.blocks, strict=True)
         ]
 
-    return transposed(_of_finite(rule), shard_axes=shard_axes, sizes=norms.size_of)
+    return transposed(_of_finite(rule), shard_axes=shard_axes, sizes=size_of)
 
 
 def krum(
@@ -162,7 +163,7 @@ def krum(
         chosen = chosen / or_one(jnp.sum(chosen))
         return [_combine(chosen, block) for block in everyone.blocks]
 
-    return transposed(_of_finite(rule), shard_axes=shard_axes, sizes=norms.size_of)
+    return transposed(_of_finite(rule), shard_axes=shard_axes, sizes=size_of)
 
 
 class _Near(NamedTuple):
@@ -189,7 +190,7 @@ def _of_finite(rule: Rule) -> Rule:
 def _near(everyone: Everyone) -> _Near:
     """Relative to the median, so that squares neither cancel nor leave the range."""
     counts = everyone.counts
-    scale = norms.unit_of(norms.median_of(everyone.sizes[:, 0], counts))
+    scale = unit_of(norms.median_of(everyone.sizes[:, 0], counts))
     middles = [norms.median_of(block, counts) for block in everyone.blocks]
 
     def seen(block, middle):
@@ -221,7 +222,7 @@ def _weiszfeld(gram: Gram, counts: norms.Counts, steps: int) -> Weights:
 def _gram(blocks: Sequence[norms.OfEach], everyone: Everyone) -> Gram:
     """The inner products of all replicas' arrays, on each of them."""
     own = [norms.products(block, everyone.shard_axes) for block in blocks]
-    dtype = norms.widest(own)
+    dtype = widest(own)
     total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
     return reduce(total, everyone.axis_name, reduction="sum")
 

@@ -6,18 +6,16 @@ more than three times as far from the result as the median of the distances of a
 count, in the norm over all leaves. That costs one more number from each replica.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from optx_sync.comm.buffers import wide
 from optx_sync.comm.collectives import AxisName, gather
-from optx_sync.comm.reduce import or_one
+from optx_sync.comm.norms import Axes, Number, norm_of
 from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
 from optx_sync.exchange.contract import Met
 from optx_sync.shapes import Array, Bool, Float, Inexact, Int32
@@ -26,8 +24,6 @@ from optx_sync.trees import Tree
 # Who counts; what each replica says; a number of one replica or of all.
 Counts: TypeAlias = Bool[Array, " replicas"]
 OfEach: TypeAlias = Float[Array, "replicas ..."]
-Number: TypeAlias = Float[Array, ""]
-Axes: TypeAlias = tuple[str, ...]
 # How many times the typical distance from the result an outlier is away.
 _OUTLYING = 3.0
 
@@ -55,31 +51,12 @@ def counted(flag: Bool[Array, ""], weight: ArrayLike | None) -> Bool[Array, ""]:
     return flag if weight is None else flag & flag_of(weight)
 
 
-def norm_of(leaves: Sequence[jax.Array], axes: Axes) -> Number:
-    """The norm over all leaves, of values of any size; not finite where one is not.
-
-    float64 where a leaf is, else float32.
-    """
-    sizes = [jnp.abs(wide(x)) for x in leaves]
-    dtype = widest(sizes)
-    unit = unit_of(size_of(leaves, axes, dtype))
-    squares = (jnp.sum(jnp.square(x.astype(dtype) / unit)) for x in sizes)
-    return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype.type(0)))
-
 
 def times(factor: Number, x: jax.Array) -> jax.Array:
     """The array times a number, computed in at least float32."""
     whole = wide(x)
     return (whole * factor.astype(whole.dtype)).astype(x.dtype)
 
-
-def widest(arrays: Sequence[jax.Array]) -> np.dtype:
-    """float64 if one of the arrays is, else float32.
-
-    `jnp.result_type` refuses both under `jax_numpy_dtype_promotion="strict"`.
-    """
-    double = any(x.dtype == jnp.float64 for x in arrays)
-    return np.dtype(np.float64 if double else np.float32)
 
 
 def median_over(own: Number, weight: ArrayLike | None, axis_name: AxisName) -> Number:
@@ -111,24 +88,7 @@ def number_of(counts: Counts) -> Int32[Array, ""]:
     return jnp.sum(counts, dtype=jnp.int32)
 
 
-def size_of(
-    leaves: Sequence[jax.Array], axes: Axes, dtype: DTypeLike = jnp.float32
-) -> Number:
-    """A number as large as the largest value, not finite where one is not."""
-    largest = [largest_of(x, axes, dtype) for x in leaves]
-    return functools.reduce(jnp.maximum, largest, jnp.zeros((), dtype))
 
-
-def largest_of(x: jax.Array, axes: Axes, dtype: DTypeLike = jnp.float32) -> Number:
-    """The largest absolute value, over all shards; not finite where one is not."""
-    largest = jnp.max(jnp.abs(wide(x)), initial=0).astype(dtype)
-    return sum_over(largest, axes)
-
-
-def unit_of(size: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
-    """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
-    least = 8 * jnp.finfo(size.dtype).tiny
-    return jnp.clip(or_one(size), least, 1 / least)
 
 
 def flag_of(weight: ArrayLike) -> Bool[Array, ""]:
