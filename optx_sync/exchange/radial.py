@@ -104,12 +104,12 @@ def radial(
         ]
         lengths, roots = {}, [math.sqrt(max(1, x.size)) for x in sent]
         for place in turned:
-            # Root mean squares, since a norm may leave the range of its numbers. Not
-            # divided: XLA makes one division of two, by a product that may be infinite.
-            x = sent[place] * (1 / roots[place])
-            length = norm_of([x], axes)
+            x, length = sent[place], norm_of([sent[place]], axes)
+            unit = unit_of(length)
+            # Loud where the norm is too large to divide by.
+            length = jnp.where(length > unit, jnp.nan, length)
             # Codes see numbers of about 1 in each leaf: a block may have some of two.
-            sent[place] = x / unit_of(length).astype(x.dtype) * roots[place]
+            sent[place] = x / unit.astype(x.dtype) * roots[place]
             lengths[place] = weigh(length, own)
         beside = {"also": also, "lengths": lengths}
         met = exchange.meet(
@@ -118,8 +118,8 @@ def radial(
         means = jax.tree.leaves(met.mean)
         for place, length in met.also["lengths"].items():
             total = weight_divisor(jnp.asarray(met.weight, length.dtype))
-            norm = norm_of([means[place] * (1 / roots[place])], axes)
-            norm = jnp.maximum(norm, _SHORT)
+            norm = norm_of([means[place]], axes)
+            norm = jnp.maximum(norm, _SHORT * roots[place])
             means[place] = norms.times(length / total / norm, means[place])
         mean = treedef.unflatten(
             round_to(m, x.dtype).astype(x.dtype)
