@@ -4,10 +4,11 @@
 import bisect
 import contextlib
 import contextvars
+import difflib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -83,6 +84,65 @@ def moved_by(tx: Any) -> Callable[[Any, Tree, Tree], Any] | None:
     """How a center rule hears that its workers have been moved."""
     found = _direct(tx)
     return found and found.moved
+
+
+# Extra arguments of this library's wrappers, and one that others have for them.
+_NAMES = ("weight", "contributes", "gradient_step", "meet", "batch_size", "mask")
+
+
+class _Used(Exception):
+    """An argument was used."""
+
+
+class _Unused(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for an extra argument; any use of it raises."""
+
+    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Used
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise _Used
+
+
+def refuse_unread(
+    who: str,
+    reads: Sequence[str],
+    given: dict[str, Any],
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Tree,
+    params: Tree | None,
+) -> None:
+    """Refuse extra arguments that are called like a wrapper's, and that nobody reads.
+
+    Args:
+        who: The wrapper.
+        reads: The names that it reads itself.
+        given: The other extra arguments, which it hands to `inner`.
+        inner: The transformation inside.
+        grads: For a step of it.
+        params: The parameters, if there are any.
+    """
+    start = grads if params is None else params
+    for name in given:
+        near = difflib.get_close_matches(name, _NAMES, 1, 0.75)
+        if not near:
+            continue
+        asked = {**given, name: _Unused()}
+
+        def step(asked=asked):
+            return inner.update(grads, inner.init(start), params, **asked)
+
+        try:
+            # In a context of its own, where no host counts this step.
+            contextvars.Context().run(jax.eval_shape, step)
+        except Exception:  # It was used, or the step itself will say what is wrong.
+            continue
+        meant = near[0] if near[0] in reads else "weight"
+        raise ValueError(
+            f"{who} was given {name}=, which neither it nor the optimizer inside of it "
+            f"reads: it would count for nothing. Did you mean {meant}=? {who} reads "
+            f"{', '.join(reads)}."
+        )
 
 
 # The list to which the wrapper that takes the `weight` of a step adds itself.

@@ -72,6 +72,7 @@ from optx_sync.programs import Elementwise
 from optx_sync.step import (
     direct_transformation,
     landing_update,
+    refuse_unread,
     take_weight,
     weight_takers,
 )
@@ -314,6 +315,8 @@ class Lockstep(NamedTuple):
                 **extra_args if weight is None else {**extra_args, "weight": weight},
             )
         take_weight(weight)
+        read = "weight", "meet"
+        refuse_unread("A center rule", read, extra_args, options.inner, grads, params)
         asked = checks.Asked(options, turn.num_workers, sorted(extra_args))
         refuse(asked, checks.IN_A_STEP)
         if options.rule.check_lockstep is not None:

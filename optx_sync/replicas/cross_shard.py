@@ -22,7 +22,7 @@ from optx_sync.placement import fields
 from optx_sync.programs import Elementwise
 from optx_sync.replicas import owners
 from optx_sync.replicas.landing import Leaves
-from optx_sync.step import take_weight
+from optx_sync.step import refuse_unread, take_weight
 from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged"]
@@ -223,7 +223,10 @@ def all_reduce_grads(
     tx = cross_shard(as_it_is, axis_name, reduce_extra_args=(), **options)
 
     def update(updates, state, params=None, **extra_args):
-        reduced, state = tx.update(updates, state, params, **extra_args)
+        # Others are for the links behind it.
+        own = {"weight", "batch_size"} & extra_args.keys()
+        read = {name: extra_args[name] for name in own}
+        reduced, state = tx.update(updates, state, params, **read)
         # So that the next link of the chain sees that there is no gradient.
         return jax.tree.map(
             lambda grad, mean: None if grad is None else mean,
@@ -378,6 +381,8 @@ class _CrossShard(NamedTuple):
         options = self.options
         self.check(updates, params, weight)
         take_weight(weight)
+        read = "weight", "batch_size"
+        refuse_unread("cross_shard", read, extra_args, options.inner, updates, params)
         extra_args = reduce.mean_extra_args(
             extra_args,
             options.reduced_names,

@@ -25,7 +25,7 @@ from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.step import direct_transformation, take_weight
+from optx_sync.step import direct_transformation, refuse_unread, take_weight
 from optx_sync.trees import Tree
 
 _CALL = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
@@ -369,6 +369,8 @@ class _SyncReplicas(NamedTuple):
         """(what is known of the step, the state with this step's gradients added)."""
         self.check(grads, state, params, weight)
         take_weight(weight)
+        read = "weight", "contributes", "gradient_step", "meet", "batch_size"
+        refuse_unread("sync_replicas", read, extra_args, self.inner, grads, params)
         batch_size = measures.check_batch_size(batch_size)
         grads = unique_rows(grads)
         all_count = contributes is True and weight is None and gradient_step is None
