@@ -24,6 +24,7 @@ from optx_sync.replicas.clipping import clip_by_global_norm as clip_by_global_no
 from optx_sync.replicas.cross_shard import all_reduce_grads as all_reduce_grads
 from optx_sync.replicas.cross_shard import cross_shard as cross_shard
 from optx_sync.replicas.stacked import stacked as stacked
+from optx_sync.replicas.line_search import value_fn as value_fn
 from optx_sync.replicas.sync_replicas import sync_replicas as sync_replicas
 
 # Workers with parameters of their own: they meet at a center.
@@ -109,6 +110,7 @@ __all__ = [
     "take",
     "testing",
     "value_and_grad",
+    "value_fn",
 ]
 
 

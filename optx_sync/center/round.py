@@ -31,7 +31,7 @@ from optx_sync.center.turns import Turns
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import mean_or, nan_like
+from optx_sync.comm.reduce import mean_or
 from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.meeting import Meeting, MeetingState
 from optx_sync.metrics import SharedInfo
@@ -251,7 +251,7 @@ def _mean_of(
             "gets no extra arguments."
         )
     own = localize(jnp.asarray(value), axis_name)
-    return mean_or(nan_like, own, axis_name, weight)
+    return mean_or(None, own, axis_name, weight)
 
 
 def _in_part(turn: Turn, sent: Tree) -> Any:

@@ -7,7 +7,7 @@ unequal size by the size of the first.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
@@ -100,28 +100,30 @@ def reduce(
 
 
 def mean_or(
-    otherwise: Callable[[jax.Array], jax.Array],
+    otherwise: Tree,
     tree: SameTree,
     axis_name: AxisName,
     weight: ArrayLike | None,
     group_assignment: GroupAssignment | None = None,
 ) -> SameTree:
-    """The weighted mean; where all weights are 0, `otherwise(x)` of each own array."""
+    """The weighted mean; where all weights are 0, `otherwise`, of which `None` is NaN.
+
+    A mean of nobody is no 0, which an optimizer would take for a value.
+    """
     mean, _, total = reduce_and_sum(
         tree, axis_name, None, weight=weight, group_assignment=group_assignment
     )
     if weight is None:
         return mean
+    if otherwise is None:
+        otherwise = jax.tree.map(_no_value, mean)
+    return jax.tree.map(
+        lambda m, x: jnp.where(jnp.asarray(total) > 0, m, x), mean, otherwise
+    )
 
-    def counted(m, x):
-        return jnp.where(jnp.asarray(total) > 0, m, otherwise(x).astype(m.dtype))
 
-    return jax.tree.map(counted, mean, tree)
-
-
-def nan_like(x: jax.Array) -> jax.Array:
-    """NaN in the shape and dtype of a floating array; others stay as they are."""
-    return jnp.full_like(x, jnp.nan) if is_floating(x.dtype) else x
+def _no_value(x: jax.Array) -> jax.Array:
+    return jnp.asarray(jnp.nan, x.dtype) if is_inexact(x.dtype) else x
 
 
 WEIGHED_SUM = (
@@ -255,6 +257,10 @@ def weight_divisor(total: jax.Array) -> jax.Array:
     return or_one(jnp.where(jnp.isinf(total), jnp.full_like(total, jnp.nan), total))
 
 
+class MeanOfReplicas(functools.partial):
+    """A function whose results are equal on all replicas: the means of theirs."""
+
+
 def mean_extra_args(
     extra_args: dict[str, Tree],
     names: Sequence[str],
@@ -262,6 +268,7 @@ def mean_extra_args(
     *,
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
+    equal: Sequence[str] = (),
 ) -> dict[str, Tree]:
     """Replace the named extra arguments by their means over the replicas.
 
@@ -269,7 +276,9 @@ def mean_extra_args(
     groups of the gradients; where all weights are 0, it gets NaN, which is no value.
     Values that are known to be equal stay as they are: Python numbers, and under
     check_vma=True arrays that do not vary. Under check_vma=True, scalars that vary and
-    are not named are refused.
+    are not named are refused; and wherever nothing says that they are equal (`equal`
+    has names of which the user does), functions and arrays that are no scalars. Arrays
+    are allowed beside a `MeanOfReplicas`, which takes them as arguments.
     """
     axes = set(collectives.checked_axes(axis_name))
     unchecked = set(collectives.check_axis_name(axis_name)) - axes
@@ -281,10 +290,30 @@ def mean_extra_args(
         if not (unchecked or collectives.varying_axes(x) & axes):
             return x
         own = localize(x, axis_name)
-        return mean_or(nan_like, own, axis_name, weight, group_assignment)
+        return mean_or(None, own, axis_name, weight, group_assignment)
 
-    for name in set(extra_args) - set(names):
-        for x in jax.tree.leaves(extra_args[name]):
+    searched = any(isinstance(x, MeanOfReplicas) for x in extra_args.values())
+    for name in sorted({*extra_args} - {*names, *equal}):
+        found = extra_args[name]
+        if callable(found) and not isinstance(found, MeanOfReplicas):
+            raise ValueError(
+                f"The extra argument {name!r} is a function. If its results differ from"
+                " replica to replica, an optimizer that calls it makes equal replicas "
+                f"drift apart. Pass oxs.value_fn({name}, {axis_name!r}), the mean of "
+                "all, or say that it gives all the same: equal_extra_args="
+                f"({name!r},)."
+            )
+        arrays = [x for x in jax.tree.leaves(found) if hasattr(x, "ndim")]
+        for x in arrays:
+            known = not unchecked and not collectives.varying_axes(x) & axes
+            if x.ndim and not searched and not known:
+                raise ValueError(
+                    f"The extra argument {name!r} has an array of shape {jnp.shape(x)}."
+                    " If it is each replica's own, an optimizer that reads it makes "
+                    "equal replicas drift apart. Name it in reduce_extra_args= to pass "
+                    "its mean, or say that all have the same: equal_extra_args="
+                    f"({name!r},)."
+                )
             scalar = isinstance(x, jax.Array) and x.ndim == 0
             if scalar and not unchecked and collectives.varying_axes(x) & axes:
                 raise collectives.VaryingTypeError(
@@ -298,12 +327,12 @@ def mean_extra_args(
     return extra_args | {name: jax.tree.map(mean, extra_args[name]) for name in named}
 
 
-def check_extra_args(names: object) -> tuple[str, ...]:
+def check_extra_args(names: object, option: str) -> tuple[str, ...]:
     """The names as a tuple; a TypeError for anything but a tuple or list of names."""
     several = isinstance(names, tuple | list)
     if not (several and all(isinstance(name, str) for name in names)):
         raise TypeError(
-            "reduce_extra_args must be a tuple of names of extra arguments; got "
+            f"{option} must be a tuple of names of extra arguments; got "
             f"{names!r}. Pass for example ('value',), or () for none."
         )
     return tuple(names)

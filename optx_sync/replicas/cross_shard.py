@@ -84,7 +84,8 @@ def cross_shard(
     grads: Grads = "local",
     exchange: Exchange | None = None,
     shard_state: bool | Literal["leaves"] = False,
-    reduce_extra_args: tuple[str, ...] = ("value",),
+    reduce_extra_args: tuple[str, ...] = ("value", "grad"),
+    equal_extra_args: tuple[str, ...] = (),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Data parallel training: all-reduce every step's gradients, then apply `inner`.
@@ -124,7 +125,9 @@ def cross_shard(
             leaves on their owners, for one that acts on each leaf alone, as
             `optax.contrib.muon` does.
         reduce_extra_args: The names of extra arguments of which `inner` gets the mean.
-            All others must be equal on all replicas, or their parameters drift apart.
+        equal_extra_args: The names of those that are equal on all replicas. Of others
+            functions (but `oxs.value_fn`) and arrays are refused: by what is each
+            replica's own their parameters would drift apart.
         measure: Keep measures for `oxs.metrics`: gradient noise scale, agreement,
             norms, contributors. Pass the number of examples behind this replica's
             gradient as the extra argument `batch_size`; 1 if left out.
@@ -171,7 +174,8 @@ def cross_shard(
         grads,
         contract.check_exchange(exchange, all_reduce()),
         shard_state,
-        reduce.check_extra_args(reduce_extra_args),
+        reduce.check_extra_args(reduce_extra_args, "reduce_extra_args"),
+        reduce.check_extra_args(equal_extra_args, "equal_extra_args"),
         measure,
     )
     refuse(options, _TOGETHER)
@@ -179,6 +183,10 @@ def cross_shard(
     meeting = Meeting(options.exchange, _landing(options), summed)
     replicas = _CrossShard(options, meeting)
     return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
+
+
+# Extra arguments that a link behind the reduced gradients may read.
+_OF_LINKS = ("meet", "contributes", "gradient_step", "mask")
 
 
 @checks.shows_call("oxs.all_reduce_grads('data')")
@@ -223,10 +231,8 @@ def all_reduce_grads(
     tx = cross_shard(as_it_is, axis_name, reduce_extra_args=(), **options)
 
     def update(updates, state, params=None, **extra_args):
-        # Others are for the links behind it.
-        own = {"weight", "batch_size"} & extra_args.keys()
-        read = {name: extra_args[name] for name in own}
-        reduced, state = tx.update(updates, state, params, **read)
+        own = {name: x for name, x in extra_args.items() if name not in _OF_LINKS}
+        reduced, state = tx.update(updates, state, params, **own)
         # So that the next link of the chain sees that there is no gradient.
         return jax.tree.map(
             lambda grad, mean: None if grad is None else mean,
@@ -249,6 +255,7 @@ class _Options(NamedTuple):
     exchange: Exchange
     shard_state: bool | str
     reduced_names: tuple[str, ...]
+    equal_names: tuple[str, ...]
     measure: bool
 
     @property
@@ -389,6 +396,7 @@ class _CrossShard(NamedTuple):
             options.axis_name,
             weight=weight,
             group_assignment=options.group_assignment,
+            equal=options.equal_names,
         )
         batch_size = measures.check_batch_size(batch_size)
         before = state if self.keeps else CrossShardState((), Info(), state)

@@ -163,6 +163,7 @@ def sync_replicas(
     drop_nonfinite: bool = False,
     accumulator_dtype: DTypeLike | None = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
+    equal_extra_args: tuple[str, ...] = (),
     exchange: Exchange | None = None,
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -208,6 +209,7 @@ def sync_replicas(
             precision parameters, else their own.
         reduce_extra_args: As for `cross_shard`, over the replicas whose gradients are
             used.
+        equal_extra_args: As for `cross_shard`.
         exchange: How the replicas' sums become one. A robust one gets each replica's
             mean: one vote. `None`: an all-reduce.
         measure: As for `cross_shard`, of the gradients of each update. Dense ones only.
@@ -253,7 +255,8 @@ def sync_replicas(
         variables_to_average,
         drop_nonfinite,
         checks.floating("accumulator_dtype", accumulator_dtype),
-        reduce.check_extra_args(reduce_extra_args),
+        reduce.check_extra_args(reduce_extra_args, "reduce_extra_args"),
+        reduce.check_extra_args(equal_extra_args, "equal_extra_args"),
         exchange,
         measure,
     )
@@ -284,6 +287,7 @@ class _SyncReplicas(NamedTuple):
     drop_nonfinite: bool
     dtype: DTypeLike | None
     reduced_names: tuple[str, ...]
+    equal_names: tuple[str, ...]
     exchange: Exchange
     measure: bool
 
@@ -465,7 +469,11 @@ class _SyncReplicas(NamedTuple):
         """(updates, new parameters, state): the mean goes through `inner`."""
         mean, state = self.agree(step, state)
         extra = reduce.mean_extra_args(
-            step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
+            step.extra_args,
+            self.reduced_names,
+            self.axis_name,
+            weight=step.weight,
+            equal=self.equal_names,
         )
         chief = tokens.Chief(self.inner, self.required, self.decay)
         before = step.params, state.inner, state.averages, state.accumulator

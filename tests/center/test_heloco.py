@@ -147,7 +147,7 @@ def test_shards_by_hand_are_one_array_or_refused():
             mesh=over, in_specs=spec, out_specs=P("rows"), check_vma=check,
         )  # fmt: skip
         np.testing.assert_allclose(jax.jit(cut)(d), whole, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="shards over the mesh axes .'rows'.*Pass"):
+    with pytest.raises(ValueError, match=r"shards over the mesh axes .'rows'.*Pass"):
         jax.shard_map(
             lambda d: run(oxs.outer.heloco(1.0, 0.5), d),
             mesh=over, in_specs=spec, out_specs=P("rows"),

@@ -104,16 +104,14 @@ def test_a_parameter_called_like_a_field_is_none():
     for name, equal in (("mu", True), ("nu", False)):
         for x in jax.tree.leaves(getattr(moments, name)):
             assert np.allclose(x, x[:1]) == equal
-    with pytest.raises(ValueError, match="names .mu., but no floating array"):
+    with pytest.raises(ValueError, match=r"names .mu., but no floating array"):
         local_sgd(optax.sgd(0.1, 0.9), inner_state={"mu": 1}).init(params)
 
 
 @pytest.mark.parametrize("asked", ["average", EVERY, {"mu": 1}])
 def test_where_nobody_counts_moments_stay(asked):
     tx = local_sgd(inner_state=asked)
-    steps = [
-        contexts.started(tx, START, N, weight=jnp.float32(w))[0] for w in (1, 0)
-    ]
+    steps = [contexts.started(tx, START, N, weight=jnp.float32(w))[0] for w in (1, 0)]
     _, params, state = contexts.started(tx, START, N)
     alone = oxs.local_sgd(ADAM, AXIS, communication_period=100)
     other, own, plain = contexts.started(alone, START, N)

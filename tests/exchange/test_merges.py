@@ -373,7 +373,9 @@ def test_scalars_beside_are_of_those_that_count():
 
 
 def test_what_it_remembers_can_be_donated_and_loses_nothing_owed():
-    fed = ex.penalized(ex.error_feedback(ex.quantized(bits=4)), groups=lambda path: path)
+    fed = ex.penalized(
+        ex.error_feedback(ex.quantized(bits=4)), groups=lambda path: path
+    )
     params = {"a": jnp.linspace(0, 1, 24), "b": jnp.ones(4)}
     tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=1, exchange=fed)
     state = tx.init(params)

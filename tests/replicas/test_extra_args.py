@@ -192,3 +192,92 @@ def test_a_broken_worker_s_value_does_not_reach_the_center():
     tx: Any = oxs.agn(by_value(), AXIS, communication_period=1, drop_nonfinite=True)
     assert seen(tx, value=BROKEN) == [2.0] * N
     assert np.isnan(BROKEN[1])
+
+
+def rosenbrock(params, x):
+    return jnp.mean((params["a"] - x) ** 2 + (params["b"] - params["a"] ** 2) ** 2)
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "shard_map_unchecked"])
+def test_a_line_search_takes_the_steps_of_one_device(context):
+    data = jnp.asarray(np.random.default_rng(0).normal(size=(N, 5)), jnp.float32)
+    start = {"a": jnp.float32(3.0), "b": jnp.float32(-2.0)}
+    lbfgs = optax.lbfgs()
+
+    def alone(params):
+        loss: Any = lambda params: rosenbrock(params, data)  # noqa: E731
+        state = lbfgs.init(params)
+        for _ in range(6):
+            value, grad = jax.value_and_grad(loss)(params)
+            more = {"value": value, "grad": grad, "value_fn": loss}
+            updates, state = lbfgs.update(grad, state, params, **more)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    tx = oxs.cross_shard(lbfgs, AXIS)
+
+    def each(params, x):
+        state = tx.init(params)
+        for _ in range(6):
+            loss: Any = lambda params: rosenbrock(params, x)  # noqa: E731
+            own = oxs.localize(params, AXIS)
+            value, grad = jax.value_and_grad(loss)(own)
+            more = {"value": value, "grad": grad, "value_fn": oxs.value_fn(loss, AXIS)}
+            updates, state = tx.update(grad, state, params, **more)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    if context == "vmap":
+        run = jax.vmap(each, in_axes=(None, 0), axis_name=AXIS)
+    else:
+        one = lambda params, x: each(params, x[0])  # noqa: E731
+        run = jax.shard_map(
+            one,
+            mesh=contexts.mesh(),
+            in_specs=(P(), P(AXIS)),
+            out_specs=P(),
+            check_vma=context == "shard_map",
+        )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found, expected = jax.jit(run)(start, data), jax.jit(alone)(start)
+    for name, x in expected.items():
+        of_all = np.broadcast_to(x, found[name].shape)
+        np.testing.assert_allclose(found[name], of_all, rtol=1e-4)
+
+
+def with_extra(tx=SHARD, **extra):
+    return seen(tx, value=VALUES, **extra)
+
+
+def told_equal(**extra):
+    names = tuple(extra)
+    by: Any = oxs.cross_shard(BY_VALUE, AXIS, equal_extra_args=names)
+
+    def update(gradient, value):
+        return by.update(gradient, by.init(PARAMS), PARAMS, value=value, **extra)[0]
+
+    return jax.vmap(update, axis_name=AXIS)(jnp.ones((N, 2)), VALUES)
+
+
+def test_what_is_said_to_be_equal_passes():
+    assert told_equal(value_of=rosenbrock, table=jnp.ones(3)).shape == (N, 2)
+
+
+def bare_function(tx):
+    def update(gradient):
+        more: Any = {"value": 1.0, "value_fn": rosenbrock}
+        return tx.update(gradient, tx.init(PARAMS), PARAMS, **more)
+
+    return jax.vmap(update, axis_name=AXIS)(jnp.ones((N, 2)))
+
+
+test_functions_and_arrays_of_ones_own_are_refused = all_refused(globals())(r"""
+bare_function(SHARD)
+bare_function(FOUR)
+    # ValueError: 'value_fn' is a function.*oxs.value_fn\(value_fn, 'data'\).*equal_ext
+with_extra(table=jnp.ones((N, 3)))
+with_extra(tx=FOUR, table=jnp.ones((N, 3)))
+    # ValueError: 'table' has an array of shape \(3,\).*equal_extra_args=\('table',\)
+oxs.cross_shard(BY_VALUE, AXIS, equal_extra_args="value_fn")  # TypeError: equal_extra
+oxs.value_fn(3, AXIS)  # TypeError: loss must be
+""")

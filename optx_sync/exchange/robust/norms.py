@@ -51,12 +51,10 @@ def counted(flag: Bool[Array, ""], weight: ArrayLike | None) -> Bool[Array, ""]:
     return flag if weight is None else flag & flag_of(weight)
 
 
-
 def times(factor: Number, x: jax.Array) -> jax.Array:
     """The array times a number, computed in at least float32."""
     whole = wide(x)
     return (whole * factor.astype(whole.dtype)).astype(x.dtype)
-
 
 
 def median_over(own: Number, weight: ArrayLike | None, axis_name: AxisName) -> Number:
@@ -86,9 +84,6 @@ def ordered(values: OfEach, counts: Counts) -> OfEach:
 def number_of(counts: Counts) -> Int32[Array, ""]:
     """How many replicas count."""
     return jnp.sum(counts, dtype=jnp.int32)
-
-
-
 
 
 def flag_of(weight: ArrayLike) -> Bool[Array, ""]:
