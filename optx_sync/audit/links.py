@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a program's collectives on given links: seconds and utilisation."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -292,24 +293,16 @@ def plan(
         for name, one in strategies.items()
     }
 
-    def share(strategy: Strategy, bandwidth: float) -> float:
-        found = time(
-            strategy,
-            gbits=bandwidth,
-            step_seconds=step_seconds,
-            latency=latency,
-            near=near,
-        )
-        return found.utilisation
+    cost = functools.partial(
+        time, step_seconds=step_seconds, latency=latency, near=near
+    )
+    found, needed = {}, {}
+    for name, strategy in compiled.items():
 
-    found = {
-        name: tuple(share(strategy, bandwidth) for bandwidth in gbits)
-        for name, strategy in compiled.items()
-    }
-    needed = {
-        name: _least(lambda bandwidth, one=strategy: share(one, bandwidth), goal)
-        for name, strategy in compiled.items()
-    }
+        def share(bandwidth: float, strategy: Strategy = strategy) -> float:
+            return cost(strategy, gbits=bandwidth).utilisation
+
+        found[name], needed[name] = tuple(map(share, gbits)), _least(share, goal)
     return Plan(gbits, found, goal, needed)
 
 
