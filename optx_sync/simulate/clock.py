@@ -197,9 +197,9 @@ def clock(
                 f"A failure is (worker, dies at, is back at), with one of {num_workers}"
                 f" workers; got {(worker, dies, back)}."
             )
-        run.later(dies, Order.DEATH, run.die, worker, back)
+        run.later(dies, run.die, worker, back)
     for worker in range(num_workers):
-        run.later(0.0, Order.START, run.go_on, worker)
+        run.later(0.0, run.go_on, worker)
     run.until(until)
     return Timeline(tuple(run.events), num_workers, float(until), **run.totals)
 
@@ -262,16 +262,8 @@ class _Worker:
         self.step_seconds = 0.0  # of its last step
 
 
-class Order(enum.IntEnum):
-    """The order of what happens at the same second."""
-
-    DEATH = 0
-    RETURN = 1
-    STEP = 2  # ends
-    ARRIVAL = 3
-    CLOSING = 4
-    ANSWER = 5
-    START = 6  # of a step
+# The order of what happens at the same second, by the handlers' names.
+_ORDER = ("die", "back", "end_step", "arrive", "close", "hear", "go_on")
 
 
 @dataclasses.dataclass
@@ -301,19 +293,16 @@ class _Run:
         names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
         self.totals = {name: np.zeros(len(self.workers)) for name in names}
 
-    def later(
-        self, second: float, turn: Order, what: Callable, who: int, *arguments: Any
-    ) -> None:
+    def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
         """Let something happen at a second, in its turn among what happens then."""
         # No two are alike, so nothing else is compared.
-        order = turn, who, next(self.set_off)
+        order = _ORDER.index(what.__name__), who, next(self.set_off)
         heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
 
-    def forget(self, who: int, *turns: Order) -> None:
-        """Let nothing of these kinds happen any more to a worker or part."""
-        self.queue = [
-            one for one in self.queue if one[1][1] != who or one[1][0] not in turns
-        ]
+    def forget(self, who: int, *handlers: str) -> None:
+        """Let nothing of these happen any more to a worker or part."""
+        turns = [(_ORDER.index(name), who) for name in handlers]
+        self.queue = [one for one in self.queue if one[1][:2] not in turns]
         heapq.heapify(self.queue)
 
     def until(self, second: float) -> None:
@@ -328,24 +317,18 @@ class _Run:
         return self.events[-1]
 
     def send(
-        self,
-        way: str,
-        worker: int,
-        size: float,
-        turn: Order,
-        what: Callable,
-        *sent: Any,
+        self, way: str, worker: int, size: float, what: Callable, *sent: Any
     ) -> None:
         """Send bytes from or to a worker, and let something happen when they come."""
         self.totals[way][worker] += size
         comes = self.now + self.link(worker, size, self.now)
-        self.later(comes, turn, what, worker, *sent)
+        self.later(comes, what, worker, *sent)
 
     def go_on(self, worker: int) -> None:
         """A worker begins a step."""
         w = self.workers[worker]
         w.step_seconds = self.seconds(worker, w.steps)
-        self.later(self.now + w.step_seconds, Order.STEP, self.end_step, worker)
+        self.later(self.now + w.step_seconds, self.end_step, worker)
 
     def end_step(self, worker: int) -> None:
         """A worker has made a step: it takes what is there, and contributes."""
@@ -390,7 +373,7 @@ class _Run:
         seconds = w.seconds - seconds
         w.sent = _Push(pushed, w.versions[part], w.step_seconds, seconds)
         w.turned, w.brought[part] = w.steps, (w.steps, w.tokens)
-        self.send("bytes_up", worker, size, Order.ARRIVAL, self.arrive, w.sent)
+        self.send("bytes_up", worker, size, self.arrive, w.sent)
 
     def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
@@ -425,8 +408,8 @@ class _Run:
             grace = self.meet.grace_seconds(step, self.delay, spent, sync)
         if self.now + grace < self.closes[part]:
             self.closes[part] = self.now + grace
-            self.forget(part, Order.CLOSING)
-            self.later(self.closes[part], Order.CLOSING, self.close, part)
+            self.forget(part, "close")
+            self.later(self.closes[part], self.close, part)
 
     def close(self, part: int) -> None:
         """The center absorbs what has come, and answers."""
@@ -442,7 +425,7 @@ class _Run:
         worker, part = push.happening.worker, push.happening.part
         if self.workers[worker].sent is push:
             size, version = self.parts[part], self.versions[part]
-            self.send("bytes_down", worker, size, Order.ANSWER, self.hear, version)
+            self.send("bytes_down", worker, size, self.hear, version)
 
     def hear(self, worker: int, version: int) -> None:
         """An answer comes to a worker, which takes it now if it waits."""
@@ -468,8 +451,8 @@ class _Run:
         w = self.workers[worker]
         w.sent, w.waits, w.left = None, False, math.isinf(back)
         self.note(Kind.DIE, worker)
-        self.forget(worker, *(set(Order) - {Order.DEATH, Order.CLOSING}))
-        self.later(back, Order.RETURN, self.back, worker)
+        self.forget(worker, *(set(_ORDER) - {"die", "close"}))
+        self.later(back, self.back, worker)
         for part in list(self.come) if w.left else []:
             self.fill(part)
 
@@ -478,4 +461,4 @@ class _Run:
         self.workers[worker].start(self.versions)
         self.note(Kind.BACK, worker)
         size = sum(self.parts)
-        self.send("bytes_down", worker, size, Order.START, self.go_on)
+        self.send("bytes_down", worker, size, self.go_on)
