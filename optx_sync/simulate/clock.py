@@ -246,7 +246,7 @@ class _Worker:
 
     def __init__(self, parts: int):
         self.steps, self.tokens, self.seconds = 0, 0.0, 0.0  # of all that it made
-        self.left = self.waits = False
+        self.left = False
         self.pushed = [0] * parts  # its pushes of each part, in all its lives
         self.start([0] * parts)
 
@@ -347,8 +347,7 @@ class _Run:
         if w.sent is None and w.taken[part][0] != w.steps:
             if since >= self.between or self.is_asked(worker, part):
                 self.push(worker, part)
-        w.waits = not self.delay and w.sent is not None
-        if not w.waits:
+        if self.delay or w.sent is None:
             self.go_on(worker)
 
     def turn(self, w: _Worker) -> int:
@@ -428,10 +427,9 @@ class _Run:
             self.send("bytes_down", worker, size, self.hear, version)
 
     def hear(self, worker: int, version: int) -> None:
-        """An answer comes to a worker, which takes it now if it waits."""
-        w = self.workers[worker]
-        w.answer = version
-        if w.waits:
+        """An answer comes to a worker; one that does not go on without takes it."""
+        self.workers[worker].answer = version
+        if not self.delay:
             self.take(worker)
             self.go_on(worker)
 
@@ -449,7 +447,7 @@ class _Run:
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""
         w = self.workers[worker]
-        w.sent, w.waits, w.left = None, False, math.isinf(back)
+        w.sent, w.left = None, math.isinf(back)
         self.note(Kind.DIE, worker)
         self.forget(worker, *(set(_ORDER) - {"die", "close"}))
         self.later(back, self.back, worker)
