@@ -127,10 +127,6 @@ class RuleState(NamedTuple):
     powers: Tree  # the rule's running powers, shared by all leaves
     slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
 
-    def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, as `oxs.optimizers.slot` reads them."""
-        return self.slots._asdict()
-
 
 def from_rule(
     rule: LeafRule, learning_rate: optax.ScalarOrSchedule

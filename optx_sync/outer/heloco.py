@@ -97,21 +97,19 @@ def heloco(
     interval("[0, inf)", shrink=shrink, turn=turn, kappa=kappa)
     check_rate(learning_rate)
     constants = (ok, shrink, most, turn, kappa)
-    rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
-        return HeLoCoState(zeros_like(params)), rate.init(params)
+        return HeLoCoState(zeros_like(params))
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        (old,), of_rate = state
+    def update(updates, state, params=None):
+        (old,) = state
         kept = jax.tree.map(lambda d, m: _corrected(d, m, *constants), updates, old)
         moved = jax.tree.map(lambda d, m: d + times(momentum, m - d), kept, old)
         step = jax.tree.map(lambda d, m: d + times(momentum, m), kept, moved)
-        step, of_rate = rate.update(step, of_rate, params)
-        return step, (HeLoCoState(moved), of_rate)
+        return step, HeLoCoState(moved)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    corrects = optax.GradientTransformation(init, update)
+    return optax.chain(corrects, optax.scale_by_learning_rate(learning_rate))
 
 
 def _corrected(d: jax.Array, m: jax.Array, *constants: ArrayLike) -> jax.Array:

@@ -232,22 +232,17 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
             )
         if 2 * len(pairs) == n * (n - 1):  # a complete graph: all weights are equal
             return (GraphRound(groups=(tuple(range(n)),)),)
-        degree = [sum(i in edge for edge in pairs) for i in range(n)]
-        weight = {(a, b): 1 / (1 + max(degree[a], degree[b])) for a, b in pairs}
-        matchings: list[list[tuple[int, int]]] = []
-        for edge in pairs:
-            for matching in matchings:
-                if not any(set(edge) & set(other) for other in matching):
-                    matching.append(edge)
-                    break
-            else:
-                matchings.append([edge])
+        sources: list[list[int]] = []  # each pair exchanges in the first that it can
+        for a, b in pairs:
+            free = next((s for s in sources if s[a] == a and s[b] == b), None)
+            if free is None:
+                sources.append(free := list(range(n)))
+            free[a], free[b] = b, a
+        degree = np.bincount(np.ravel(pairs), minlength=n)
         own, takes = np.ones(n), []
-        for matching in matchings:
-            source, weights = list(range(n)), np.zeros(n)
-            for a, b in matching:
-                source[a], source[b] = b, a
-                weights[[a, b]] = weight[a, b]
+        for source in sources:
+            weights = 1 / (1 + np.maximum(degree, degree[source]))
+            weights[np.arange(n) == source] = 0
             own -= weights
             takes.append(Take(tuple(source), tuple(weights.tolist())))
         return (GraphRound(tuple(own.tolist()), tuple(takes)),)
