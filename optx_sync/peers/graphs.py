@@ -147,11 +147,9 @@ def random_pairs() -> Graph:
         turns = even - 1
         made = []
         for r in range(turns):
-            source = list(range(even))
-            source[r], source[turns] = turns, r
-            for k in range(1, even // 2):
-                one, other = (r + k) % turns, (r - k) % turns
-                source[one], source[other] = other, one
+            # Two play whose numbers add up to 2 r; r itself plays with the last one.
+            source = [*((2 * r - i) % turns for i in range(turns)), r]
+            source[r] = turns
             alone = [i if source[i] >= n else source[i] for i in range(n)]
             made.append(_even(n, [tuple(alone)]))
         return tuple(made)
