@@ -262,8 +262,8 @@ def _words(
     the shard starts there.
     """
     bits, zero = _bits(x), jnp.uint32(0)
-    start = np.zeros(x.ndim, np.uint32) if start is None else start
-    both = _terms(jnp, bits, shape or x.shape, start)
+    begin = np.zeros(x.ndim, np.uint32) if start is None else start
+    both = _terms(jnp, bits, shape or x.shape, begin)
 
     def add(one, two):
         return one[0] + two[0], one[1] + two[1]

@@ -192,7 +192,7 @@ def _ways(program: Program, branches: Branches, fused: bool) -> dict[str, Way]:
             conditional = instruction.opcode == "conditional"
             if conditional and branches == "none":
                 found = []
-            elif conditional and branches != "every":
+            elif conditional and isinstance(branches, int):
                 found = found[min(branches, len(found) - 1) :][:1]
             elif not (conditional or fused or instruction.opcode in _FLOW):
                 found = []
