@@ -236,14 +236,13 @@ def operands(instruction: Instruction, body: list[Instruction]) -> list[Array]:
     """
     shapes = {other.name: other.shape for other in body}
     found = []
-    for operand in instruction.operands:
+    for operand, name in zip(instruction.operands, instruction.given, strict=True):
         # A shape is printed before the name, or where the operand was defined.
-        shape, _, name = operand.rpartition(" ")
-        if not shape and (shape := shapes.get(name.removeprefix("%"), "")) == "":
+        shape = operand.rpartition(" ")[0] or shapes.get(name)
+        if shape is None:
             raise ValueError(
-                f"the program's text does not define operand "
-                f"{name.removeprefix('%')!r} of {instruction.name!r}; pass the whole "
-                "text of the module."
+                f"the program's text does not define operand {name!r} of "
+                f"{instruction.name!r}; pass the whole text of the module."
             )
         found += arrays(shape)
     return found
@@ -285,12 +284,11 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     key = "source_target_pairs=" if permute else "replica_groups="
     _, found, value = instruction.attributes.partition(key)
     everyone = (tuple(range(devices)),) if devices and not permute else ()
-    if not found and (match := _CONFIGURED.search(instruction.attributes)):
-        rows = re.findall(r"\[([\d,\s]+)\]", match[1])
-        return tuple(map(_integers, rows))
     if not found:
-        return everyone
-    if match := _MESH.match(value):
+        match = _CONFIGURED.search(instruction.attributes)
+        written = re.findall(r"\[([\d,\s]+)\]", match[1]) if match else ()
+        rows = map(_integers, written)
+    elif match := _MESH.match(value):
         rows = _mesh_groups(*match.groups("")).tolist()
     elif match := _IOTA.match(value):
         rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:])).tolist()

@@ -288,19 +288,15 @@ def plan(
     """
     interval("(0, 1)", goal=goal)
     gbits = tuple(gbits)
-    compiled = {
-        name: _strategy_of(f"strategies[{name!r}]", one, params, workers)
-        for name, one in strategies.items()
-    }
-
     cost = functools.partial(
         time, step_seconds=step_seconds, latency=latency, near=near
     )
     found, needed = {}, {}
-    for name, strategy in compiled.items():
+    for name, one in strategies.items():
+        given = _strategy_of(f"strategies[{name!r}]", one, params, workers)
 
-        def share(bandwidth: float, strategy: Strategy = strategy) -> float:
-            return cost(strategy, gbits=bandwidth).utilisation
+        def share(bandwidth: float, given: Strategy = given) -> float:
+            return cost(given, gbits=bandwidth).utilisation
 
         found[name], needed[name] = tuple(map(share, gbits)), _least(share, goal)
     return Plan(gbits, found, goal, needed)
