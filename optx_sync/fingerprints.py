@@ -130,19 +130,16 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         for x, equal in zip(leaves, equal_on_replicas(tree), strict=True)
     ]
     own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)
-    if axis_name is None:
-        return Fingerprint(own, jnp.zeros(1, bool), jnp.full(1, -1, jnp.int32))
-    replicas = collectives.axis_size(axis_name)
+    replicas = 1 if axis_name is None else collectives.axis_size(axis_name)
+    if axis_name is None or not words:
+        none = jnp.zeros(replicas, bool)
+        return Fingerprint(own, none, jnp.full(replicas, -1, jnp.int32))
     everyone = collectives.gather(own[None], axis_name)
     # Among sorted words that of a majority is in the middle.
     usual = jnp.sort(everyone, axis=0)[replicas // 2][None]
     differs = jnp.any(everyone != usual, axis=-1)
     alike = jnp.sum(~differs, axis=0, dtype=jnp.int32)
     differs = differs | (2 * alike <= replicas)[None]
-    if not words:
-        return Fingerprint(
-            own, jnp.zeros(replicas, bool), jnp.full(replicas, -1, jnp.int32)
-        )
     found = jnp.any(differs, axis=1)
     first = jnp.argmax(differs, axis=1).astype(jnp.int32)
     return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
@@ -247,16 +244,8 @@ def _on_host(x: Tree, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
     x = np.asarray(x)
     if x.dtype.itemsize == 1:
         x = x.astype(np.int8) if "int" in x.dtype.name else x
-    kind = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    bits = np.asarray(x, order="C")[..., None].view(kind).astype(np.uint32)
-    place, stride = np.zeros(1, np.uint32), 1
-    sizes, starts = (*shape, bits.shape[-1]), (*start.tolist(), 0)
-    for axis in reversed(range(bits.ndim)):
-        along = np.arange(bits.shape[axis]) + starts[axis]
-        along = (along * stride % 2**32).astype(np.uint32)
-        place = place + along.reshape(-1, *[1] * (bits.ndim - axis - 1))
-        stride *= sizes[axis]
-    both = bits * (2 * place + 1), (bits ^ np.uint32(_MIX)) * (4 * place + 3)
+    bits = np.asarray(x, order="C")[..., None].view(_word(x)).astype(np.uint32)
+    both = _terms(np, bits, shape, start)
     return np.array([np.sum(one, dtype=np.uint32) for one in both])
 
 
@@ -272,27 +261,30 @@ def _words(
     Of a shard, what it adds to those of its array, which has this shape and in which
     the shard starts there.
     """
-    bits = _bits(x)
-    sizes = (*(shape or x.shape), *bits.shape[x.ndim :])
-    # Numbered along all axes, since flattening would gather a sharded array.
-    place = jnp.zeros(bits.shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(bits.ndim)):
-        along = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        if start is not None and axis < x.ndim:
-            along = along + start[axis]
-        place = place + along * jnp.uint32(stride % 2**32)
-        stride *= sizes[axis]
-    both = (
-        bits * (2 * place + 1),
-        (bits ^ jnp.uint32(_MIX)) * (4 * place + 3),
-    )
-    zero = jnp.uint32(0)
+    bits, zero = _bits(x), jnp.uint32(0)
+    begin = np.zeros(x.ndim, np.uint32) if start is None else start
+    both = _terms(jnp, bits, shape or x.shape, begin)
 
     def add(one, two):
         return one[0] + two[0], one[1] + two[1]
 
     return jnp.stack(lax.reduce(both, (zero, zero), add, tuple(range(bits.ndim))))
+
+
+def _terms(xp: Any, bits: Any, shape: tuple[int, ...], start: Any) -> tuple[Tree, Tree]:
+    """What both words add up, in NumPy or JAX; as `_words`, with words along an axis.
+
+    Numbered along all axes, since flattening would gather a sharded array.
+    """
+    place, stride = xp.zeros_like(bits), 1
+    for axis in reversed(range(bits.ndim)):
+        along = xp.arange(bits.shape[axis], dtype=np.uint32)
+        along = along + start[axis] if axis < len(shape) else along
+        along = along * np.uint32(stride % 2**32)
+        others = [other for other in range(bits.ndim) if other != axis]
+        place = place + xp.expand_dims(along, others)
+        stride *= shape[axis] if axis < len(shape) else bits.shape[axis]
+    return bits * (2 * place + 1), (bits ^ np.uint32(_MIX)) * (4 * place + 3)
 
 
 def _bits(x: jax.Array) -> UInt32[Array, "..."]:
@@ -305,5 +297,9 @@ def _bits(x: jax.Array) -> UInt32[Array, "..."]:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
         x = x.astype(jnp.int8)
-    words = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return lax.bitcast_convert_type(x, words).astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, _word(x)).astype(jnp.uint32)
+
+
+def _word(x: Tree) -> Any:
+    """The type of the words of an array's numbers."""
+    return {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)

@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ _CONFIGURED = re.compile(r"async_collective_config=\{.*?(\[\[[\d,\s\[\]]*\]\])")
 _FLOW = ("call", "while", "async-start")
 
 Branches = int | Literal["every", "none"]
+Way: TypeAlias = tuple[tuple[str, int], ...]  # (a conditional, which of its branches)
 
 
 class Array(NamedTuple):
@@ -147,6 +148,12 @@ def called(instruction: Instruction, program: Program) -> list[str]:
     return [name for _, name in found]
 
 
+def inside(instruction: Instruction, program: Program) -> list[Instruction]:
+    """The instructions of the computations that an instruction calls."""
+    names = called(instruction, program)
+    return [other for name in names for other in program.computations[name]]
+
+
 def reached(
     program: Program, branches: Branches = "every", fused: bool = True
 ) -> set[str]:
@@ -160,27 +167,10 @@ def reached(
         fused: Also computations inside of fusions, reductions and the like, which
             write nothing to memory themselves.
     """
-    waiting = list(program.entries)
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for instruction in program.computations[name]:
-            found = called(instruction, program)
-            if instruction.opcode == "conditional":
-                if branches == "none":
-                    found = []
-                elif branches != "every":
-                    found = found[min(branches, len(found) - 1) :][:1]
-            elif not fused and instruction.opcode not in _FLOW:
-                found = []
-            waiting += found
-    return seen
+    return set(_ways(program, branches, fused))
 
 
-def branches(program: Program) -> dict[str, tuple[tuple[str, int], ...]]:
+def branches(program: Program) -> dict[str, Way]:
     """In which branches of conditionals the computations of a program stand.
 
     Returns:
@@ -188,14 +178,27 @@ def branches(program: Program) -> dict[str, tuple[tuple[str, int], ...]]:
         its branch) from the outermost on; of one that is called in several places, the
         way with the fewest.
     """
-    ways: dict[str, tuple[tuple[str, int], ...]] = dict.fromkeys(program.entries, ())
+    return _ways(program, "every", fused=True)
+
+
+def _ways(program: Program, branches: Branches, fused: bool) -> dict[str, Way]:
+    """The computations that a run may reach, as `reached` says, and the ways there."""
+    ways: dict[str, Way] = dict.fromkeys(program.entries, ())
     waiting = list(program.entries)
     while waiting:
         name = waiting.pop(0)
         for instruction in program.computations[name]:
-            for number, other in enumerate(called(instruction, program)):
+            found = called(instruction, program)
+            conditional = instruction.opcode == "conditional"
+            if conditional and branches == "none":
+                found = []
+            elif conditional and isinstance(branches, int):
+                found = found[min(branches, len(found) - 1) :][:1]
+            elif not (conditional or fused or instruction.opcode in _FLOW):
+                found = []
+            for number, other in enumerate(found):
                 way = ways[name]
-                if instruction.opcode == "conditional":
+                if conditional:
                     way = (*way, (instruction.name, number))
                 if other not in ways or len(way) < len(ways[other]):
                     ways[other] = way
@@ -233,14 +236,13 @@ def operands(instruction: Instruction, body: list[Instruction]) -> list[Array]:
     """
     shapes = {other.name: other.shape for other in body}
     found = []
-    for operand in instruction.operands:
+    for operand, name in zip(instruction.operands, instruction.given, strict=True):
         # A shape is printed before the name, or where the operand was defined.
-        shape, _, name = operand.rpartition(" ")
-        if not shape and (shape := shapes.get(name.removeprefix("%"), "")) == "":
+        shape = operand.rpartition(" ")[0] or shapes.get(name)
+        if shape is None:
             raise ValueError(
-                f"the program's text does not define operand "
-                f"{name.removeprefix('%')!r} of {instruction.name!r}; pass the whole "
-                "text of the module."
+                f"the program's text does not define operand {name!r} of "
+                f"{instruction.name!r}; pass the whole text of the module."
             )
         found += arrays(shape)
     return found
@@ -282,12 +284,11 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     key = "source_target_pairs=" if permute else "replica_groups="
     _, found, value = instruction.attributes.partition(key)
     everyone = (tuple(range(devices)),) if devices and not permute else ()
-    if not found and (match := _CONFIGURED.search(instruction.attributes)):
-        rows = re.findall(r"\[([\d,\s]+)\]", match[1])
-        return tuple(map(_integers, rows))
     if not found:
-        return everyone
-    if match := _MESH.match(value):
+        match = _CONFIGURED.search(instruction.attributes)
+        written = re.findall(r"\[([\d,\s]+)\]", match[1]) if match else ()
+        rows = map(_integers, written)
+    elif match := _MESH.match(value):
         rows = _mesh_groups(*match.groups("")).tolist()
     elif match := _IOTA.match(value):
         rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:])).tolist()

@@ -107,9 +107,10 @@ reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
             "Reduce over no axis, and keep the dtype.",
         )
     alone.weigh_alone(rule, c, at)
-    options: Any = {"communication_period": communication_period}
     alike = rule._replace(weigh=None)
-    tx = center_variable(optax.sgd(0.1), alike, _AXIS, **options)
+    tx = center_variable(
+        optax.sgd(0.1), alike, _AXIS, communication_period=communication_period
+    )
 
     def step(shift):
         own = c + shift
@@ -234,15 +235,15 @@ differs without parameters. Declare needs_params=True.
     rows = rule.rows if rule is not None else rows
     hold = functools.partial(_hold, "optimizer")
     numbers = np.random.default_rng(0)
-    drawn = numbers.normal(size=(2, 4, 2)).astype(np.float32)
+    drawn = jnp.asarray(numbers.normal(size=(2, 4, 2)), jnp.float32)
+
+    def trees(*arrays: jax.Array) -> list[Tree]:
+        return [{"table": x, "bias": x[0]} for x in arrays]
+
     with programs.as_optax_expects():
         for dtype in (jnp.float32, jnp.bfloat16):
-            params, grads = ({"table": x, "bias": x[0]} for x in drawn.astype(dtype))
-            _check_types(tx, hold, params, grads)
-        params, grads, more = (
-            {"table": jnp.asarray(x), "bias": jnp.asarray(x[0])}
-            for x in (*drawn, drawn[1] + 1)
-        )
+            _check_types(tx, hold, *trees(*drawn.astype(dtype)))
+        params, grads, more = trees(*drawn, drawn[1] + 1)
         updates, state = tx.update(grads, tx.init(params), params)
         if rule is not None and not rule.needs_params:
             try:

@@ -9,16 +9,8 @@ method needs, a `Plan`; both also take an optimizer, which `strategy` compiles. 
 reads the text of a compiled program.
 """
 
-from optx_sync.audit.links import Cost as Cost
-from optx_sync.audit.links import Plan as Plan
-from optx_sync.audit.links import Strategy as Strategy
-from optx_sync.audit.links import plan as plan
-from optx_sync.audit.links import strategy as strategy
-from optx_sync.audit.links import time as time
-from optx_sync.audit.programs import Collective as Collective
-from optx_sync.audit.programs import collectives as collectives
-from optx_sync.audit.programs import parse as parse
-from optx_sync.audit.programs import table as table
+from optx_sync.audit.links import Cost, Plan, Strategy, plan, strategy, time
+from optx_sync.audit.programs import Collective, collectives, parse, table
 
 __all__ = [
     "Collective",

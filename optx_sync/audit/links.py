@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a program's collectives on given links: seconds and utilisation."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -287,29 +288,17 @@ def plan(
     """
     interval("(0, 1)", goal=goal)
     gbits = tuple(gbits)
-    compiled = {
-        name: _strategy_of(f"strategies[{name!r}]", one, params, workers)
-        for name, one in strategies.items()
-    }
+    cost = functools.partial(
+        time, step_seconds=step_seconds, latency=latency, near=near
+    )
+    found, needed = {}, {}
+    for name, one in strategies.items():
+        given = _strategy_of(f"strategies[{name!r}]", one, params, workers)
 
-    def share(strategy: Strategy, bandwidth: float) -> float:
-        found = time(
-            strategy,
-            gbits=bandwidth,
-            step_seconds=step_seconds,
-            latency=latency,
-            near=near,
-        )
-        return found.utilisation
+        def share(bandwidth: float, given: Strategy = given) -> float:
+            return cost(given, gbits=bandwidth).utilisation
 
-    found = {
-        name: tuple(share(strategy, bandwidth) for bandwidth in gbits)
-        for name, strategy in compiled.items()
-    }
-    needed = {
-        name: _least(lambda bandwidth, one=strategy: share(one, bandwidth), goal)
-        for name, strategy in compiled.items()
-    }
+        found[name], needed[name] = tuple(map(share, gbits)), _least(share, goal)
     return Plan(gbits, found, goal, needed)
 
 

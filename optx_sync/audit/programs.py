@@ -214,38 +214,32 @@ def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
 
 
 def _rows(program: hlo.Program) -> list[Collective]:
-    branches = hlo.branches(program)
-    found = [
-        (name, position, kind)
-        for name, body in program.computations.items()
-        for position, instruction in enumerate(body)
-        if name in branches and (kind := _kind(instruction, program))
-    ]
-    callers = {
-        called: (name, position)
-        for name, body in program.computations.items()
-        for position, instruction in enumerate(body)
-        if instruction.opcode == "fusion" or instruction.opcode.endswith("-start")
-        for called in hlo.called(instruction, program)
-    }
+    branches, callers, found = hlo.branches(program), {}, []
+    for name, body in program.computations.items():
+        for position, instruction in enumerate(body):
+            if instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
+                others = hlo.called(instruction, program)
+                callers |= dict.fromkeys(others, (name, position))
+            if name in branches and (kind := _kind(instruction, program)):
+                found.append((name, position, instruction, kind))
     # A TPU's collective may be in pieces, each fused with other computation. Every
     # piece is written as if it were the whole.
     chains: dict[tuple[str, str], list[int]] = {}
-    for name, position, _ in found:
-        chain = program.computations[name][position].quoted.get("chain_id")
+    for name, _, instruction, _ in found:
+        chain = instruction.quoted.get("chain_id")
         if chain and name in callers:
             outside, at = callers[name]
             chains.setdefault((outside, chain), []).append(at)
     rows = []
-    for name, position, kind in found:
-        instruction = program.computations[name][position]
+    for name, position, instruction, kind in found:
+        body = program.computations[name]
         outside, at = callers.get(name, (name, position))
         pieces = chains.get((outside, instruction.quoted.get("chain_id", "")), [at])
         if at != min(pieces):
             continue
-        arrays = hlo.operands(instruction, program.computations[name])
+        arrays = hlo.operands(instruction, body)
         if instruction.opcode == kind == "send":
-            start, end = _send(position, program.computations[name])
+            start, end = _send(position, body)
         elif len(pieces) > 1:
             start, end = at, max(pieces)
         else:
@@ -298,7 +292,7 @@ def _rows_to_be(program: hlo.Program) -> list[Collective]:
                 arrays = hlo.operands(instruction, body)
                 key: Any = here
                 if kind in _JOINED:
-                    inner = [x.opcode for y in others for x in program.computations[y]]
+                    inner = [x.opcode for x in hlo.inside(instruction, program)]
                     key = row, scope, after, arrays[0].dtype, *inner
                 row = found.get(key, row)
                 found[key] = row._replace(
@@ -325,12 +319,8 @@ def _kind(instruction: hlo.Instruction, program: hlo.Program) -> str | None:
     kind = instruction.opcode.removesuffix("-start")
     if kind not in _KINDS:
         return None
-    inner = [
-        wrapped.opcode
-        for name in hlo.called(instruction, program)
-        for wrapped in program.computations[name]
-    ]
     # The wrapped computation is printed too, and holds the row.
+    inner = [wrapped.opcode for wrapped in hlo.inside(instruction, program)]
     return None if kind in inner else kind
 
 
@@ -362,11 +352,7 @@ def _computes(instruction: hlo.Instruction, program: hlo.Program) -> bool:
         return instruction.quoted.get("custom_call_target") not in _IDLE
     if instruction.opcode not in ("fusion", "call", "conditional", "async-start"):
         return False
-    inner = [
-        other
-        for name in hlo.called(instruction, program)
-        for other in program.computations[name]
-    ]
+    inner = hlo.inside(instruction, program)
     if instruction.opcode == "fusion" and not any(_kind(i, program) for i in inner):
         return True
     return any(_computes(other, program) for other in inner)

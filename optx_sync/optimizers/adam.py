@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam in its epsilon-hat form, with TensorFlow's arithmetic."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
 from optx_sync.optimizers import rule
-
-
-class AdamSlots(NamedTuple):
-    """Slots of `adam`."""
-
-    m: rule.Slot  # running average of gradients
-    v: rule.Slot  # running average of squared gradients
 
 
 def adam(
@@ -69,16 +59,12 @@ def adam(
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv:1412.6980, end of section 2.
     """
-    interval("[0, 1]", b1=b1, b2=b2)
-    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
         m = slots.m + (grad - slots.m) * (1.0 - b1)
         v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
         update = -(m * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
-        return update, AdamSlots(m, v)
+        return update, rule.Moments(m, v)
 
-    slots, powers = AdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
-    formula = rule.LeafRule(step, slots, "all", hyper=(b1, b2, eps), powers=powers)
-    return rule.from_rule(formula, learning_rate)
+    return rule.from_moments(step, "all", learning_rate, b1, b2, eps)

@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy Adam: only rows with a gradient decay and move, with TensorFlow's arithmetic."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
 from optx_sync.optimizers import rule
-
-
-class CustomAdamSlots(NamedTuple):
-    """Slots of `custom_adam`."""
-
-    m: rule.Slot  # running average of gradients
-    v: rule.Slot  # running average of squared gradients
 
 
 def custom_adam(
@@ -74,16 +64,12 @@ def custom_adam(
 
     Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
     """
-    interval("[0, 1]", b1=b1, b2=b2)
-    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
         m = b1 * slots.m + (1.0 - b1) * grad
         v = b2 * slots.v + (1.0 - b2) * jnp.square(grad)
         update = -rule.bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
-        return update, CustomAdamSlots(m, v)
+        return update, rule.Moments(m, v)
 
-    slots, powers = CustomAdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
-    formula = rule.LeafRule(step, slots, "touched", hyper=(b1, b2, eps), powers=powers)
-    return rule.from_rule(formula, learning_rate)
+    return rule.from_moments(step, "touched", learning_rate, b1, b2, eps)

@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient descent scaled by the gradient's variance, with RETURNN's arithmetic."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
-
-
-class GradVarianceScaledSlots(NamedTuple):
-    """Slots of `grad_variance_scaled`."""
-
-    m: Slot  # running average of gradients
-    v: Slot  # running average of (gradient - m)^2
+from optx_sync.optimizers.rule import Moments, from_moments
 
 
 def grad_variance_scaled(
@@ -68,8 +58,6 @@ def grad_variance_scaled(
 
     Reference: `GradVarianceScaledOptimizer` in RETURNN, `returnn/tf/updater.py`.
     """
-    interval("[0, 1]", b1=b1, b2=b2)
-    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -77,12 +65,8 @@ def grad_variance_scaled(
         distance = jnp.square(grad - m)
         v = slots.v * b2 + distance * (1.0 - b2)
         factor = jnp.minimum(v / (distance + eps), 1.0)
-        return -at.learning_rate * grad * factor, GradVarianceScaledSlots(m, v)
+        return -at.learning_rate * grad * factor, Moments(m, v)
 
-    def decay(slots, at):
-        b1, b2, _ = at.hyper
-        return GradVarianceScaledSlots(slots.m * b1, slots.v * b2)
-
-    slots = GradVarianceScaledSlots(m=0.0, v=0.0)
-    rule = LeafRule(step, slots, "decay_all", decay, hyper=(b1, b2, eps))
-    return from_rule(rule, learning_rate)
+    return from_moments(
+        step, "decay_all", learning_rate, b1, b2, eps, with_powers=False
+    )

@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nadam, Adam with Nesterov's momentum, with the arithmetic of TensorFlow's contrib."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
 from optx_sync.optimizers import rule
-
-
-class NadamSlots(NamedTuple):
-    """Slots of `nadam`."""
-
-    m: rule.Slot  # running average of gradients
-    v: rule.Slot  # running average of squared gradients
 
 
 def nadam(
@@ -67,8 +57,6 @@ def nadam(
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
     """
-    interval("[0, 1]", b1=b1, b2=b2)
-    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -76,12 +64,6 @@ def nadam(
         v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
         ahead = grad * (1.0 - b1) + b1 * m
         update = -(ahead * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
-        return update, NadamSlots(m, v)
+        return update, rule.Moments(m, v)
 
-    def decay(slots, at):
-        b1, b2, _ = at.hyper
-        return NadamSlots(slots.m * b1, slots.v * b2)
-
-    slots, powers = NadamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
-    formula = rule.LeafRule(step, slots, "decay_all", decay, (b1, b2, eps), powers)
-    return rule.from_rule(formula, learning_rate)
+    return rule.from_moments(step, "decay_all", learning_rate, b1, b2, eps)

@@ -46,7 +46,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import check_grads, check_params, check_rate, one_of
+from optx_sync.checks import check_grads, check_params, check_rate, interval, one_of
 from optx_sync.rows.slices import DROP, ORDERED, IndexedSlices, like_rows
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, at_least_float32, is_gradient_leaf, path_name
@@ -126,10 +126,6 @@ class RuleState(NamedTuple):
     update_count: Int32[Array, ""]  # updates so far
     powers: Tree  # the rule's running powers, shared by all leaves
     slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
-
-    def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, as `oxs.optimizers.slot` reads them."""
-        return self.slots._asdict()
 
 
 def from_rule(
@@ -234,6 +230,44 @@ def bias_corrected_rate(at: Step) -> Float[Array, ""]:
     """Adam's `learning_rate sqrt(1 - b2^t) / (1 - b1^t)`, for rules with BetaPowers."""
     beta1_power, beta2_power = at.powers
     return at.learning_rate * jnp.sqrt(1.0 - beta2_power) / (1.0 - beta1_power)
+
+
+class Moments(NamedTuple):
+    """Slots of Adam and its variants."""
+
+    m: Slot  # running average of gradients
+    v: Slot  # of their squares; for `grad_variance_scaled` of (gradient - m)^2
+
+
+def from_moments(
+    step: Callable[[jax.Array, Moments, Any, Step], tuple[jax.Array, Moments]],
+    rows: Rows,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike,
+    b2: ArrayLike,
+    eps: ArrayLike,
+    with_powers: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam or a variant of it, from its formula, whose `hyper` are (b1, b2, eps).
+
+    With "decay_all" the rows of both averages decay.
+    """
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
+
+    def decay(slots, at):
+        b1, b2, _ = at.hyper
+        return Moments(slots.m * b1, slots.v * b2)
+
+    rule = LeafRule(
+        step,
+        Moments(m=0.0, v=0.0),
+        rows,
+        decay if rows == "decay_all" else None,
+        hyper=(b1, b2, eps),
+        powers=BetaPowers(b1, b2) if with_powers else (),
+    )
+    return from_rule(rule, learning_rate)
 
 
 def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:

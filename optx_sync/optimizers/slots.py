@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.optimizers.rule import RuleState
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, is_masked
 
@@ -80,8 +81,8 @@ def _slots(node, path=()):
         for name, kind, value in fields.fields_of(node):
             if kind.slots:
                 yield from _slots(value, (*path, name))
-    elif hasattr(type(node), "named_slots"):
-        for name, tree in node.named_slots().items():
+    elif isinstance(node, RuleState):
+        for name, tree in node.slots._asdict().items():
             yield [*path, name], tree
     elif hasattr(node, "_fields") or _holds_states(node):
         named = node._asdict() if hasattr(node, "_fields") else node

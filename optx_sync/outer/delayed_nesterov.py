@@ -80,30 +80,27 @@ def delayed_nesterov(
         every = integer("every", every, "Pass the number of workers, or None.")
     interval("[0, 1]", "Pass for example 0.5.", momentum=momentum, c=c)
     check_rate(learning_rate)
-    rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
-        state = DelayedNesterovState(
+        return DelayedNesterovState(
             jnp.zeros((), jnp.int32), zeros_like(params), zeros_like(params)
         )
-        return state, rate.init(params)
 
     def update(updates, state, params=None, *, num_workers=1, **extra_args):
         del extra_args
-        own, of_rate = state
         number = every or num_workers
-        delayed = jax.tree.map(jnp.add, own.delayed, updates)
-        complete = own.arrived + 1 >= number
+        delayed = jax.tree.map(jnp.add, state.delayed, updates)
+        complete = state.arrived + 1 >= number
         moved = jax.tree.map(
             lambda m, d: jnp.where(complete, times(momentum, m) + d, m),
-            own.momentum,
+            state.momentum,
             delayed,
         )
         delayed = where(complete, zeros_like(delayed), delayed)
         share = jnp.where(complete, 1 - c * number + c, c)
         step = jax.tree.map(lambda g, m: g + times(share * momentum, m), updates, moved)
-        arrived = jnp.where(complete, 0, own.arrived + 1)
-        step, of_rate = rate.update(step, of_rate, params)
-        return step, (DelayedNesterovState(arrived, moved, delayed), of_rate)
+        arrived = jnp.where(complete, 0, state.arrived + 1)
+        return step, DelayedNesterovState(arrived, moved, delayed)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    delays = optax.GradientTransformationExtraArgs(init, update)
+    return optax.chain(delays, optax.scale_by_learning_rate(learning_rate))

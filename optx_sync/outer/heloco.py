@@ -108,14 +108,12 @@ def heloco(
     check_rate(learning_rate)
     constants = (ok, shrink, most, turn, kappa)
     axes = None if shard_axes is None else check_axis_name(shard_axes or ALONE)
-    rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
-        return HeLoCoState(zeros_like(params)), rate.init(params)
+        return HeLoCoState(zeros_like(params))
 
-    def update(updates, state, params=None, **extra_args):
-        del extra_args
-        (old,), of_rate = state
+    def update(updates, state, params=None):
+        (old,) = state
         if axes is None and (found := sorted(axes_of(updates))):
             raise ValueError(
                 "heloco compares norms of whole arrays of the center, but these may be "
@@ -127,10 +125,10 @@ def heloco(
         kept = jax.tree.map(correct, updates, old)
         moved = jax.tree.map(lambda d, m: d + times(momentum, m - d), kept, old)
         step = jax.tree.map(lambda d, m: d + times(momentum, m), kept, moved)
-        step, of_rate = rate.update(step, of_rate, params)
-        return step, (HeLoCoState(moved), of_rate)
+        return step, HeLoCoState(moved)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    corrects = optax.GradientTransformation(init, update)
+    return optax.chain(corrects, optax.scale_by_learning_rate(learning_rate))
 
 
 def _corrected(

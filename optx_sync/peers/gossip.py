@@ -34,7 +34,7 @@ from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState, norm_of
 from optx_sync.center.worker import Center
 from optx_sync.checks import check_inner, check_seed, floating, shows_call
-from optx_sync.comm.buffers import Joint, alike, joinable
+from optx_sync.comm.buffers import Joint, alike, joinable, wide
 from optx_sync.comm.collectives import (
     AxisName,
     axis_index,
@@ -55,7 +55,6 @@ from optx_sync.step import direct_transformation, landing_update
 from optx_sync.trees import (
     Tree,
     at_least_float32,
-    is_floating,
     is_inexact,
     is_masked,
     where,
@@ -108,7 +107,7 @@ class OwnCenterState(CenterState):
         distance = None
         if params is not None and jnp.ndim(self.info.dropped) == 1:
             leaves = [x for x in jax.tree.leaves(params) if is_inexact(x.dtype)]
-            apart = [_wide(x) - _mean(x, (0,))[None] for x in leaves]
+            apart = [wide(x) - _mean(x, (0,))[None] for x in leaves]
             distance = norm_of(apart, 1)
         return GossipMetrics(
             self.global_step, self.steps_since_round, self.info.dropped, distance
@@ -460,11 +459,7 @@ def mean_params(params: Tree) -> Tree:
 
 
 def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.mean(_wide(x), axis=axes)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(at_least_float32(x.dtype)) if is_floating(x.dtype) else x
+    return jnp.mean(wide(x), axis=axes)
 
 
 _readable(globals())

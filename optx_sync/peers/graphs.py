@@ -147,11 +147,9 @@ def random_pairs() -> Graph:
         turns = even - 1
         made = []
         for r in range(turns):
-            source = list(range(even))
-            source[r], source[turns] = turns, r
-            for k in range(1, even // 2):
-                one, other = (r + k) % turns, (r - k) % turns
-                source[one], source[other] = other, one
+            # Two play whose numbers add up to 2 r; r itself plays with the last one.
+            source = [*((2 * r - i) % turns for i in range(turns)), r]
+            source[r] = turns
             alone = [i if source[i] >= n else source[i] for i in range(n)]
             made.append(_even(n, [tuple(alone)]))
         return tuple(made)
@@ -232,22 +230,17 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
             )
         if 2 * len(pairs) == n * (n - 1):  # a complete graph: all weights are equal
             return (GraphRound(groups=(tuple(range(n)),)),)
-        degree = [sum(i in edge for edge in pairs) for i in range(n)]
-        weight = {(a, b): 1 / (1 + max(degree[a], degree[b])) for a, b in pairs}
-        matchings: list[list[tuple[int, int]]] = []
-        for edge in pairs:
-            for matching in matchings:
-                if not any(set(edge) & set(other) for other in matching):
-                    matching.append(edge)
-                    break
-            else:
-                matchings.append([edge])
+        sources: list[list[int]] = []  # each pair exchanges in the first that it can
+        for a, b in pairs:
+            free = next((s for s in sources if s[a] == a and s[b] == b), None)
+            if free is None:
+                sources.append(free := list(range(n)))
+            free[a], free[b] = b, a
+        degree = np.bincount(np.ravel(pairs), minlength=n)
         own, takes = np.ones(n), []
-        for matching in matchings:
-            source, weights = list(range(n)), np.zeros(n)
-            for a, b in matching:
-                source[a], source[b] = b, a
-                weights[[a, b]] = weight[a, b]
+        for source in sources:
+            weights = 1 / (1 + np.maximum(degree, degree[source]))
+            weights[np.arange(n) == source] = 0
             own -= weights
             takes.append(Take(tuple(source), tuple(weights.tolist())))
         return (GraphRound(tuple(own.tolist()), tuple(takes)),)

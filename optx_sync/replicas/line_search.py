@@ -60,9 +60,8 @@ def value_fn(
         ...     return optax.apply_updates(params, updates)
         >>> x = jnp.array([[1.0, 4.0], [3.0, 8.0]])
         >>> params = jax.vmap(step, (None, 0), axis_name="data")(jnp.zeros(2), x)
-        >>> params.round(3)  # a first step of length 1, to the mean (2, 6)
-        Array([[0.316, 0.949],
-               [0.316, 0.949]], dtype=float32)
+        >>> [round(float(x), 3) for x in params[0]]  # of length 1, to the mean (2, 6)
+        [0.316, 0.949]
     """
     checks.check_function("loss", loss, "Pass the loss of one replica.")
     collectives.check_axis_name(axis_name)

@@ -8,8 +8,8 @@ order of events is exact. `decoupled` replays the numbers of a model in this ord
 import dataclasses
 import enum
 import heapq
+import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -197,9 +197,9 @@ def clock(
                 f"A failure is (worker, dies at, is back at), with one of {num_workers}"
                 f" workers; got {(worker, dies, back)}."
             )
-        run.later(dies, Order.DEATH, run.die, worker, back)
+        run.later(dies, run.die, worker, back)
     for worker in range(num_workers):
-        run.later(0.0, Order.START, run.go_on, worker, 0)
+        run.later(0.0, run.go_on, worker)
     run.until(until)
     return Timeline(tuple(run.events), num_workers, float(until), **run.totals)
 
@@ -232,38 +232,21 @@ def _per_step(name: str, given: PerStep, num_workers: int) -> Callable:
     return checked
 
 
-class _Made(NamedTuple):
-    """What a worker has made so far, or did between two times."""
-
-    steps: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def since(self, then: "_Made") -> "_Made":
-        """What it has made since then."""
-        return _Made._make(map(operator.sub, self, then))
-
-
 class _Push(NamedTuple):
     """A contribution on its way, or in a meeting."""
 
-    worker: int
-    life: int  # of the worker when it sent it
-    part: int
+    happening: Happening  # as it was sent
     version: int  # of the part that it started from
-    local_step: int
-    made: _Made  # since the push of the part before
     step_seconds: float  # of the last step
     seconds: float  # of the steps since the worker took the part
-    number: int  # of its worker's pushes of the part
 
 
 class _Worker:
     """What a worker knows, and what it has on the way."""
 
     def __init__(self, parts: int):
-        self.life, self.made = 0, _Made()
-        self.left = self.waits = False
+        self.steps, self.tokens, self.seconds = 0, 0.0, 0.0  # of all that it made
+        self.left = False
         self.pushed = [0] * parts  # its pushes of each part, in all its lives
         self.start([0] * parts)
 
@@ -271,33 +254,16 @@ class _Worker:
         """Begin with these versions of the parts of the center."""
         self.versions = list(versions)
         # What it had made at its last push, and when it pushed and took each part.
-        self.turned = self.made
-        self.brought, self.taken = ([self.made] * len(versions) for _ in range(2))
+        self.turned = self.steps
+        self.brought = [(self.steps, self.tokens)] * len(versions)
+        self.taken = [(self.steps, self.seconds)] * len(versions)
         self.sent: _Push | None = None
         self.answer: int | None = None  # the version that has come
         self.step_seconds = 0.0  # of its last step
 
 
-@dataclasses.dataclass
-class _Meeting:
-    """An open meeting of a part."""
-
-    opened: float
-    first: int  # the worker that opened it
-    come: dict[int, _Push] = dataclasses.field(default_factory=dict)
-    closes: float = math.inf
-
-
-class Order(enum.IntEnum):
-    """The order of what happens at the same second."""
-
-    DEATH = 0
-    RETURN = 1
-    STEP = 2  # ends
-    ARRIVAL = 3
-    CLOSING = 4
-    ANSWER = 5
-    START = 6  # of a step
+# The order of what happens at the same second, by the handlers' names.
+_ORDER = ("die", "back", "end_step", "arrive", "close", "hear", "go_on")
 
 
 @dataclasses.dataclass
@@ -315,23 +281,29 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.queue: list[Any] = []
-        self.set_off = self.steps = 0
-        self.now = 0.0
+        self.set_off = itertools.count()
+        self.steps, self.now = 0, 0.0
         self.events: list[Happening] = []
         # Of each part, when each of its meetings was opened, and how many have closed.
         self.opened: list[list[float]] = [[] for _ in self.parts]
         self.versions: list[int] = [0] * len(self.parts)
-        self.meetings: dict[int, _Meeting] = {}
+        # Of open meetings by their part: who has come, in order, and when it closes.
+        self.come: dict[int, dict[int, _Push]] = {}
+        self.closes: dict[int, float] = {}
         names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
         self.totals = {name: np.zeros(len(self.workers)) for name in names}
 
-    def later(
-        self, second: float, turn: Order, what: Callable, who: int, *arguments: Any
-    ) -> None:
+    def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
         """Let something happen at a second, in its turn among what happens then."""
-        self.set_off += 1  # No two are alike, so nothing else is compared.
-        order = turn, who, self.set_off
+        # No two are alike, so nothing else is compared.
+        order = _ORDER.index(what.__name__), who, next(self.set_off)
         heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
+
+    def forget(self, who: int, *handlers: str) -> None:
+        """Let nothing of these happen any more to a worker or part."""
+        turns = [(_ORDER.index(name), who) for name in handlers]
+        self.queue = [one for one in self.queue if one[1][:2] not in turns]
+        heapq.heapify(self.queue)
 
     def until(self, second: float) -> None:
         """Let all happen until then."""
@@ -339,45 +311,44 @@ class _Run:
             self.now, _, what, arguments = heapq.heappop(self.queue)
             what(*arguments)
 
-    def note(self, kind: Kind, worker: int = -1, part: int = -1, **more: Any) -> None:
+    def note(self, kind: Kind, *what: Any, **more: Any) -> Happening:
         """Write down what happens now."""
-        self.events.append(Happening(self.now, kind, worker, part, **more))
+        self.events.append(Happening(self.now, kind, *what, **more))
+        return self.events[-1]
 
-    def noted(self, kind: Kind, push: _Push, staleness: int = 0) -> None:
-        """Write down what becomes of a contribution."""
-        steps, tokens, _ = push.made
-        of = (push.worker, push.part, steps, tokens, staleness, push.number)
-        self.events.append(Happening(self.now, kind, *of))
+    def send(
+        self, way: str, worker: int, size: float, what: Callable, *sent: Any
+    ) -> None:
+        """Send bytes from or to a worker, and let something happen when they come."""
+        self.totals[way][worker] += size
+        comes = self.now + self.link(worker, size, self.now)
+        self.later(comes, what, worker, *sent)
 
-    def go_on(self, worker: int, life: int) -> None:
+    def go_on(self, worker: int) -> None:
         """A worker begins a step."""
         w = self.workers[worker]
-        if w.life == life:
-            w.step_seconds = self.seconds(worker, w.made.steps)
-            ends = self.now + w.step_seconds
-            self.later(ends, Order.STEP, self.end_step, worker, life)
+        w.step_seconds = self.seconds(worker, w.steps)
+        self.later(self.now + w.step_seconds, self.end_step, worker)
 
-    def end_step(self, worker: int, life: int) -> None:
+    def end_step(self, worker: int) -> None:
         """A worker has made a step: it takes what is there, and contributes."""
         w = self.workers[worker]
-        if w.life != life:
-            return
-        steps, tokens, seconds = w.made
-        more = self.tokens(worker, steps)
-        w.made = _Made(steps + 1, tokens + more, seconds + w.step_seconds)
-        since = w.made.steps - w.turned.steps
-        self.note(Kind.STEP, worker, steps=since, tokens=more, number=self.steps)
+        tokens = self.tokens(worker, w.steps)
+        w.steps += 1
+        w.tokens += tokens
+        w.seconds += w.step_seconds
+        since = w.steps - w.turned
+        self.note(Kind.STEP, worker, steps=since, tokens=tokens, number=self.steps)
         self.steps += 1
         self.totals["step_seconds"][worker] += w.step_seconds
         self.take(worker)
         part = self.turn(w)
         # A part that it has taken just now has no step of its own yet.
-        if w.sent is None and w.taken[part] != w.made:
+        if w.sent is None and w.taken[part][0] != w.steps:
             if since >= self.between or self.is_asked(worker, part):
                 self.push(worker, part)
-        w.waits = not self.delay and w.sent is not None
-        if not w.waits:
-            self.go_on(worker, life)
+        if self.delay or w.sent is None:
+            self.go_on(worker)
 
     def turn(self, w: _Worker) -> int:
         """The part with the fewest meetings: all that it knows, or its own alone."""
@@ -394,110 +365,98 @@ class _Run:
     def push(self, worker: int, part: int) -> None:
         """A worker sends its contribution to a part."""
         w, size = self.workers[worker], self.parts[part]
+        (steps, tokens), (_, seconds) = w.brought[part], w.taken[part]
         w.pushed[part] += 1
-        made = w.made.since(w.brought[part])
-        seconds = w.made.since(w.taken[part]).seconds
-        w.sent = _Push(
-            worker, w.life, part, w.versions[part], w.made.steps, made,
-            w.step_seconds, seconds, w.pushed[part],
-        )  # fmt: skip
-        w.turned = w.brought[part] = w.made
-        self.totals["bytes_up"][worker] += size
-        self.noted(Kind.PUSH, w.sent)
-        at = self.now + self.link(worker, size, self.now)
-        self.later(at, Order.ARRIVAL, self.arrive, worker, w.sent)
+        made = w.steps - steps, w.tokens - tokens
+        pushed = self.note(Kind.PUSH, worker, part, *made, number=w.pushed[part])
+        seconds = w.seconds - seconds
+        w.sent = _Push(pushed, w.versions[part], w.step_seconds, seconds)
+        w.turned, w.brought[part] = w.steps, (w.steps, w.tokens)
+        self.send("bytes_up", worker, size, self.arrive, w.sent)
 
     def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
-        part = push.part
-        if self.workers[worker].life != push.life:
-            return
+        part = push.happening.part
         staleness = self.versions[part] - push.version
-        if self.meet.shared and staleness:
-            self.noted(Kind.LATE, push, staleness)
-            self.reply(push, self.versions[part])
+        late = self.meet.shared and staleness > 0
+        here = push.happening._replace(second=self.now, staleness=staleness)
+        self.events.append(here._replace(kind=Kind.LATE if late else Kind.JOIN))
+        if late:
+            self.reply(push)
             return
-        if part not in self.meetings:
-            self.meetings[part] = _Meeting(self.now, worker)
+        if part not in self.come:
+            self.come[part], self.closes[part] = {}, math.inf
             self.opened[part].append(self.now)
-        self.noted(Kind.JOIN, push, staleness)
-        self.meetings[part].come[worker] = push
+        self.come[part][worker] = push
         self.fill(part)
 
     def fill(self, part: int) -> None:
         """Let a meeting close if it is full: after its grace, or once all have come."""
-        meeting = self.meetings[part]
+        come = self.come[part]
         present = {number for number, w in enumerate(self.workers) if not w.left}
-        if not self.meet.is_full(len(meeting.come), len(present)):
+        if not self.meet.is_full(len(come), len(present)):
             return
         if not self.meet.shared:
-            self.close(part, self.now)
+            self.close(part)
             return
         grace = 0.0
-        if not present <= meeting.come.keys():
-            step = min(push.step_seconds for push in meeting.come.values())
-            sync = 2 * self.link(meeting.first, self.parts[part], self.now)
-            spent = self.now - meeting.opened
+        if not present <= come.keys():
+            step = min(push.step_seconds for push in come.values())
+            sync = 2 * self.link(next(iter(come)), self.parts[part], self.now)
+            spent = self.now - self.opened[part][-1]
             grace = self.meet.grace_seconds(step, self.delay, spent, sync)
-        if self.now + grace < meeting.closes:
-            meeting.closes = self.now + grace
-            self.later(meeting.closes, Order.CLOSING, self.close, part, meeting.closes)
+        if self.now + grace < self.closes[part]:
+            self.closes[part] = self.now + grace
+            self.forget(part, "close")
+            self.later(self.closes[part], self.close, part)
 
-    def close(self, part: int, closes: float) -> None:
+    def close(self, part: int) -> None:
         """The center absorbs what has come, and answers."""
-        meeting = self.meetings.get(part)
-        if meeting is None or (self.meet.shared and meeting.closes != closes):
-            return
-        del self.meetings[part]
+        come = sorted(self.come.pop(part).items())
         self.versions[part] += 1
-        self.note(Kind.CLOSE, part=part, come=tuple(sorted(meeting.come)))
-        for worker, push in sorted(meeting.come.items()):
+        self.note(Kind.CLOSE, part=part, come=tuple(worker for worker, _ in come))
+        for worker, push in come:
             self.totals["kept_seconds"][worker] += push.seconds / len(self.parts)
-            self.reply(push, self.versions[part])
+            self.reply(push)
 
-    def reply(self, push: _Push, version: int) -> None:
-        """Send a worker the center's part as it is now."""
-        worker, size = push.worker, self.parts[push.part]
-        if self.workers[worker].life == push.life:
-            self.totals["bytes_down"][worker] += size
-            at = self.now + self.link(worker, size, self.now)
-            self.later(at, Order.ANSWER, self.hear, worker, push.life, version)
+    def reply(self, push: _Push) -> None:
+        """Send a worker the center's part as it is now, unless it died meanwhile."""
+        worker, part = push.happening.worker, push.happening.part
+        if self.workers[worker].sent is push:
+            size, version = self.parts[part], self.versions[part]
+            self.send("bytes_down", worker, size, self.hear, version)
 
-    def hear(self, worker: int, life: int, version: int) -> None:
-        """An answer comes to a worker, which takes it now if it waits."""
-        w = self.workers[worker]
-        if w.life == life:
-            w.answer = version
-            if w.waits:
-                self.take(worker)
-                self.go_on(worker, life)
+    def hear(self, worker: int, version: int) -> None:
+        """An answer comes to a worker; one that does not go on without takes it."""
+        self.workers[worker].answer = version
+        if not self.delay:
+            self.take(worker)
+            self.go_on(worker)
 
     def take(self, worker: int) -> None:
         """A worker takes the answer, if it is there and it is time."""
         w, sent = self.workers[worker], self.workers[worker].sent
         if sent is None or w.answer is None:
             return
-        if w.made.steps - sent.local_step >= self.delay:
-            w.versions[sent.part], w.taken[sent.part] = w.answer, w.made
+        if w.steps - w.turned >= self.delay:
+            part = sent.happening.part
+            w.versions[part], w.taken[part] = w.answer, (w.steps, w.seconds)
             w.sent = w.answer = None
-            self.note(Kind.TAKE, worker, sent.part, steps=sent.made.steps)
+            self.note(Kind.TAKE, worker, part, steps=sent.happening.steps)
 
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""
         w = self.workers[worker]
-        w.life += 1
-        w.waits, w.left = False, math.isinf(back)
+        w.sent, w.left = None, math.isinf(back)
         self.note(Kind.DIE, worker)
-        self.later(back, Order.RETURN, self.back, worker, w.life)
-        for part in list(self.meetings) if w.left else []:
+        self.forget(worker, *(set(_ORDER) - {"die", "close"}))
+        self.later(back, self.back, worker)
+        for part in list(self.come) if w.left else []:
             self.fill(part)
 
-    def back(self, worker: int, life: int) -> None:
+    def back(self, worker: int) -> None:
         """A worker starts again, with all parts of the center."""
-        w, size = self.workers[worker], sum(self.parts)
-        if w.life == life:
-            w.start(self.versions)
-            self.note(Kind.BACK, worker)
-            self.totals["bytes_down"][worker] += size
-            at = self.now + self.link(worker, size, self.now)
-            self.later(at, Order.START, self.go_on, worker, life)
+        self.workers[worker].start(self.versions)
+        self.note(Kind.BACK, worker)
+        size = sum(self.parts)
+        self.send("bytes_down", worker, size, self.go_on)

@@ -78,24 +78,15 @@ class DecoupledRecord(NamedTuple):
     timeline: Timeline  # what happened: goodput, staleness, bytes, participation
 
 
-class _Terms(NamedTuple):
-    """Options of `decoupled` that may exclude each other."""
-
-    rule: CenterRule
-    meet: Quorum
-    merge: Exchange
-    delay: int
-
-
-_NOT_DECOUPLED: Refused[_Terms] = (
+_NOT_DECOUPLED: Refused["_Run"] = (
     (
-        lambda o: o.delay and not o.meet.shared and "center" in o.rule.reads,
+        lambda o: o.delay and o.engine.alone and "center" in o.engine.rule.reads,
         "The contribution of this rule reads the center as it is when it arrives, and "
         "with delay={0.delay} its worker has gone on by then. Leave delay out, or write"
         " the rule with own.taken and declare what it reads.",
     ),
     (
-        lambda o: o.rule.weigh is not None and not o.merge.takes_weights,
+        lambda o: o.engine.rule.weigh is not None and not o.merge.takes_weights,
         "merge= counts all contributions alike and takes no weights. Leave weigh out, "
         "or merge with another exchange.",
     ),
@@ -204,9 +195,8 @@ def decoupled(
         communication_period=communication_period, link=link, failures=failures,
         part_bytes=engine.part_bytes(params), tokens=tokens,
     )  # fmt: skip
-    merge = check_exchange(meet.merge, all_reduce())
-    refuse(_Terms(engine.rule, meet, merge, delay or 0), _NOT_DECOUPLED)
-    run = _Run(engine, merge, goes_on=bool(delay))
+    run = _Run(engine, check_exchange(meet.merge, all_reduce()), delay or 0)
+    refuse(run, _NOT_DECOUPLED)
     events = _rows(timeline)
     done = replay(run.advance, run.view, run.start(params), events, record)
     each, centers = done.views
@@ -238,7 +228,7 @@ class _Run(NamedTuple):
 
     engine: Engine
     merge: Exchange
-    goes_on: bool  # whether a worker steps between its push and its answer
+    delay: int  # the steps of a worker between its push and its answer
 
     def start(self, params: Tree) -> DecoupledState:
         """All workers and the center at the parameters."""
@@ -247,7 +237,7 @@ class _Run(NamedTuple):
         learner = Learner(
             worker,
             codes,
-            sent=center if self.goes_on else (),
+            sent=center if self.delay else (),
             brought=center,
             before=() if engine.rule.take is None else center,
             after=center,
@@ -271,7 +261,7 @@ class _Run(NamedTuple):
     def act(self, state: DecoupledState, row: _Row) -> DecoupledState:
         """What one worker does, which moves nothing but its own."""
         # The contribution of a worker that waits is made when it arrives.
-        push = self.of_part(self.push) if self.goes_on else self.nothing
+        push = self.of_part(self.push) if self.delay else self.nothing
         join, late, take = map(self.of_part, (self.join, self.late, self.take))
         none = self.nothing  # A worker that died gets all when it is back.
         in_order = [self.step, push, join, late, none, take, none, self.back]
@@ -313,7 +303,7 @@ class _Run(NamedTuple):
     def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution joins a meeting."""
         at, rule, parts = self.round_of(row), self.engine.rule, self.engine.parts
-        if self.goes_on:
+        if self.delay:
             brought = parts.pick(own.sent, part)
         else:
             own, brought, _ = self.engine.bring(part, own, center, at)
@@ -329,7 +319,7 @@ class _Run(NamedTuple):
 
     def late(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution is dropped, and its worker answered with the center."""
-        if not self.goes_on:
+        if not self.delay:
             own, *_ = self.engine.bring(part, own, center, self.round_of(row))
         now = self.engine.parts.pick(center, part)
         return self.answered(part, own, (now, now))

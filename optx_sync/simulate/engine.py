@@ -17,6 +17,7 @@ from optx_sync.center import contract
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, Partition, check_fragments
+from optx_sync.center.round import of_part
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
@@ -123,8 +124,8 @@ class Engine(NamedTuple):
         The contribution is as the center gets it.
         """
         parts, worker, well = self.parts, own.worker, jnp.bool_(True)
-        cut = Worker(*(parts.pick(x, part) for x in worker._replace(inner=())))
-        cut, brought = work.bring(self.rule, cut, parts.pick(center, part), at)
+        cut, center = of_part(parts, worker, part), parts.pick(center, part)
+        cut, brought = work.bring(self.rule, cut, center, at)
         sums = parts.put(worker.accumulated, part, cut.accumulated)
         own = own._replace(worker=worker._replace(accumulated=sums))
         if self.drop_nonfinite:
@@ -178,8 +179,7 @@ class Engine(NamedTuple):
     def take(self, part: int, own: Any, around: Around, at: Round) -> Any:
         """A worker takes a part of the center, which moved from one to the other."""
         parts, worker = self.parts, own.worker
-        params, taken = (parts.pick(x, part) for x in (worker.params, worker.taken))
-        cut = work.take(self.rule, Worker(params, (), taken, ()), *around, at)
+        cut = work.take(self.rule, of_part(parts, worker, part), *around, at)
         worker = worker._replace(
             params=parts.put(worker.params, part, cut.params),
             taken=parts.put(worker.taken, part, cut.taken),
