@@ -279,6 +279,19 @@ def test_meetings_merge_by_any_exchange(rule):
     assert_close(found.final.center, expected, 1e-5)
 
 
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_rule_of_sums_adds_up_what_each_contribution_weighs(factor):
+    """As a server adds up those of workers that come one by one."""
+
+    def grad_fn(worker, params, step):
+        return worker.astype(jnp.float32) + 0 * params
+
+    weigh = lambda at: jnp.float32(factor)  # noqa: E731
+    settings: Any = {"grad_fn": grad_fn, "rule": ELASTIC, "until": 8, "weigh": weigh}
+    found = run(meet=quorum(3), **settings).final.center
+    assert_close(found, ROWS - factor * 0.1 * 0.1 * 8 * (0 + 1 + 2), 1e-5)
+
+
 def changed(**changes):
     given: Any = {"seconds": [1.0, 1.0], "until": 3, "communication_period": 2}
     given |= changes

@@ -15,7 +15,7 @@ from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import Center, Worker
 from optx_sync.exchange import landing
-from optx_sync.exchange.agree import agree
+from optx_sync.exchange.agree import agree, times
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
 from optx_sync.meetings import alone
@@ -370,10 +370,11 @@ class _Run(NamedTuple):
         def of_one(tree, weight):
             # What others hold is of earlier meetings, and counts for nothing.
             place, info = landing.Landing(_AXIS), Info(outliers=start_outliers(merge))
-            summed = rule.mean_over is None
-            return agree(merge, place, tree, (), info, weight=weight, summed=summed)
+            agreed = agree(merge, place, tree, (), info, weight=weight)
+            if rule.mean_over is None:  # `weigh` is a factor, as of one that is alone
+                return times(agreed.mean, agreed.weight)
+            return agreed.mean
 
         merge, rule = self.merge, self.engine.rule
         weight = come if rule.weigh is None else weights
-        agreed = jax.vmap(of_one, axis_name=_AXIS)(brought, weight)
-        return row_of(agreed.mean, 0)
+        return row_of(jax.vmap(of_one, axis_name=_AXIS)(brought, weight), 0)
