@@ -245,7 +245,8 @@ def gather(
         # Axis by axis, as JAX cannot gather over two axes of vmap; the first is major.
         for axis in reversed(axes):
             to = "invarying" if axis in checked else "varying"
-            everyone = lax.all_gather(everyone, axis, tiled=True, to=to)
+            own = _of_each(everyone, axis)
+            everyone = lax.all_gather(own, axis, tiled=True, to=to)
         if groups is not None:
             members = jnp.asarray([groups.assignment[g] for g in groups.own_group])
             everyone = everyone[members[axis_index(axes)]]
@@ -289,13 +290,18 @@ def all_to_all(
     rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
     # Axis by axis, as JAX has none over two axes of vmap; the first is major.
     for place, axis in enumerate(axes):
-        found = lax.all_to_all(rows, axis, place, place, tiled=True)
-        if found.shape != rows.shape:
-            # So JAX's is where all replicas of `jax.vmap` have one array in common.
-            own = lax.dynamic_index_in_dim(rows, axis_index(axis), place)
-            found = jnp.broadcast_to(own, rows.shape)
-        rows = found
+        rows = lax.all_to_all(_of_each(rows, axis), axis, place, place, tiled=True)
     return rows.reshape(x.shape)
+
+
+def _of_each(x: jax.Array, axis: str) -> jax.Array:
+    """The array, one for each replica also where those of `jax.vmap` share one.
+
+    JAX's collectives make another shape of a shared one. XLA takes the choice out.
+    """
+    if axis in jax.sharding.get_abstract_mesh().manual_axes:
+        return x
+    return jnp.where(axis_index(axis) >= 0, x, x)
 
 
 def scatter_sum(
@@ -308,7 +314,7 @@ def scatter_sum(
     assignment = groups and groups.assignment
     scatter = functools.partial(lax.psum_scatter, tiled=True)
     for axis in reducible(axis_name):
-        (x,) = _added(scatter, [x], axis, assignment)
+        (x,) = _added(scatter, [_of_each(x, axis)], axis, assignment)
     return x
 
 

@@ -151,8 +151,8 @@ def decoupled(
         tokens: Behind each step.
         weigh: `(at: Round) -> weight` of a contribution in the mean, traced; 0 drops
             it. `lambda at: at.tokens**2 / at.steps` is the paper's. In a meeting of one
-            it is the factor of the contribution, as in `asynchronous`; but `staleness`
-            counts those that were dropped, too, since the clock knows no numbers.
+            it is the factor of the contribution, as in `asynchronous`, and a rule of
+            sums adds up contributions times their factors; but `staleness` counts those that were dropped, too, since the clock knows no numbers.
         record: As in `asynchronous`; an event is one of the timeline.
 
     Returns:

@@ -360,3 +360,43 @@ def test_a_missing_gradient_is_owed_nothing():
 
     with pytest.raises(ValueError, match=r"leaves that are None: \[\"\['w'\]\"\]"):
         lanes(without, jnp.ones((2, 9, 9)))
+
+
+CODES = {
+    "8 bits": quantized(),
+    "4 bits fed back": error_feedback(quantized(bits=4)),
+    "rotated": rotated(quantized(bits=2)),
+    "largest": top_k(),
+    "factors": power_sgd(),
+    "median": oxs.exchange.median(),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_workers_of_vmap_that_share_their_gradients_are_each_one(name, pieces):
+    """Nothing of them is batched, gradients and weights, in all modes of a wrapper."""
+    params = {"w": jnp.linspace(-1, 1, 35).reshape(5, 7), "b": jnp.ones(3)}
+    if pieces and CODES[name].scatter is None:
+        return
+    options: Any = {"exchange": CODES[name], "shard_state": pieces}
+    for tx in (
+        oxs.cross_shard(optax.sgd(0.1), AXIS, **options),
+        oxs.diloco(optax.sgd(0.1), AXIS, communication_period=1, **options),
+    ):
+
+        def step(grads, weight, tx=tx):
+            state = tx.init(params)
+            return tx.update(grads, state, params, weight=weight)[0]
+
+        shared, own = (
+            jax.vmap(step, in_axes=ins, axis_name=AXIS, axis_size=REPLICAS)
+            for ins in (None, 0)
+        )
+        weight = jnp.float32(1)
+        many = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), (params, weight))
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+            shared(params, weight),
+            own(*many),
+        )
