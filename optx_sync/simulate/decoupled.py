@@ -152,7 +152,8 @@ def decoupled(
         weigh: `(at: Round) -> weight` of a contribution in the mean, traced; 0 drops
             it. `lambda at: at.tokens**2 / at.steps` is the paper's. In a meeting of one
             it is the factor of the contribution, as in `asynchronous`, and a rule of
-            sums adds up contributions times their factors; but `staleness` counts those that were dropped, too, since the clock knows no numbers.
+            sums adds up contributions times their factors; but `staleness` counts those
+            that were dropped, too, since the clock knows no numbers.
         record: As in `asynchronous`; an event is one of the timeline.
 
     Returns:

@@ -393,7 +393,7 @@ def test_workers_of_vmap_that_share_their_gradients_are_each_one(name, pieces):
             jax.vmap(step, in_axes=ins, axis_name=AXIS, axis_size=REPLICAS)
             for ins in (None, 0)
         )
-        weight = jnp.float32(1)
+        weight = jnp.bool_(True)
         many = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), (params, weight))
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
