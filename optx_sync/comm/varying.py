@@ -37,7 +37,9 @@ def localize(tree: SameTree, axis_name: AxisName) -> SameTree:
     In `jax.shard_map(check_vma=True)`, the default, autodiff by itself sums the
     gradient of a replicated parameter over the mesh. With respect to the result of
     `localize`, which varies over `axis_name`, `jax.grad` gives each replica its own
-    gradient, as in other contexts. The values do not change and nothing is sent. In
+    gradient, as in other contexts. Of a gradient that is summed already it makes one
+    that a mean over N replicas leaves N times too large: call it on the parameters,
+    before `jax.grad`. The values do not change and nothing is sent. In
     `jax.pmap`, `jax.vmap` and under `check_vma=False` it is the identity.
 
     Args:
@@ -120,9 +122,10 @@ def require_local(
     """
     for axis, path, kind in _leaves_that(tree, axis_name, varies=False):
         mend = mend or (
-            f"Either write `params = oxs.localize(params, {axis_name!r})` before "
-            "jax.grad, so that gradients stay local, or, if it is reduced on purpose, "
-            "say so: cross_shard(..., grads='summed') or cross_shard(..., "
+            f"Either localize the parameters, `params = oxs.localize(params, "
+            f"{axis_name!r})` before jax.grad, so that gradients stay local (the summed "
+            "gradient itself, localized, would count N times); or, if it is reduced on "
+            "purpose, say so: cross_shard(..., grads='summed') or cross_shard(..., "
             "grads='averaged')."
         )
         raise VaryingTypeError(
