@@ -216,3 +216,38 @@ def test_what_is_brought_is_what_comes_into_the_next_step():
         lambda c, d: np.asarray(c) - 0.7 * 1.9 * d, state.center, brought
     )
     contexts.assert_close(after.center, moved)
+
+
+def test_measures_of_a_round():
+    """With `overlap` of the workers that come into the step; 0 where nobody counts."""
+    for overlap in (False, True):
+        tx = oxs.diloco(
+            INNER, AXIS, communication_period=2, overlap=overlap, measure=True
+        )
+        steps = [
+            contexts.started(tx, PARAMS, 2, weight=jnp.float32(w))[0] for w in (1, 0)
+        ]
+        _, params, state = contexts.started(tx, PARAMS, 2)
+        for number in range(5):
+            before, came = state, params
+            grads = jax.tree.map(lambda g, t=number: g[t, :2], GRADS)
+            params, state = steps[number > 1](params, state, grads)
+            if number == 1 + overlap:
+                brought: Any = came
+                if not overlap:
+                    alone = oxs.local_sgd(INNER, AXIS, communication_period=9)
+                    step, own, plain = contexts.started(alone, PARAMS, 2)
+                    for t in range(2):
+                        seen = jax.tree.map(lambda g, t=t: g[t, :2], GRADS)
+                        own, plain = step(own, plain, seen)
+                    brought = own
+                apart = jax.tree.map(
+                    lambda x, c: np.asarray(x) - np.asarray(c)[None],
+                    brought,
+                    before.center,
+                )
+                squares = [np.sum(a**2, tuple(range(1, a.ndim))) for a in apart.values()]
+                found = oxs.metrics(state).distance_before_round
+                np.testing.assert_allclose(found, np.sqrt(sum(squares)), rtol=1e-5)
+                assert (oxs.metrics(state).update_norm > 0).all()
+        assert not np.any(oxs.metrics(state).update_norm)
