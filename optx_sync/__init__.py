@@ -123,7 +123,26 @@ if not TYPE_CHECKING:  # a type checker then sees a name that is misspelt
             return importlib.import_module(f"optx_sync.{name}")
         if name == "__version__":
             return importlib.import_module("importlib.metadata").version("optx-sync")
-        raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'optx_sync' has no attribute {name!r}.{_place_of(name)}"
+        )
+
+
+# Where else a name may be looked for.
+_ROOMS = ("exchange", "by_hand", "rules", "outer", "optimizers", "simulate", "audit")
+
+
+def _place_of(name: str) -> str:
+    """Where a name is that is asked for in the wrong place, as a sentence."""
+    if name.startswith("_"):  # a library asks what this is
+        return ""
+    alike = {one.lower().replace("_", ""): one for one in __all__}
+    if found := alike.get(name.lower().replace("_", "")):
+        return f" Did you mean oxs.{found}?"
+    for room in _ROOMS:
+        if hasattr(importlib.import_module(f"optx_sync.{room}"), name):
+            return f" It is oxs.{room}.{name}."
+    return ""
 
 
 def __dir__() -> list[str]:

@@ -231,7 +231,7 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
         if shape != own and shape[1:] == own and shape[0] > 1:
             raise ValueError(
                 f"{where} {shape}: tx.init got the parameters of {shape[0]} workers. "
-                "It takes those of one: tx.init(params) before oxs.replicate."
+                "It takes those of one: tx.init(params) before oxs.by_hand.replicate."
             )
         if shape != own:
             raise ValueError(
@@ -314,6 +314,12 @@ def explains_inner(grads: Tree) -> Iterator[None]:
                 "transformation takes arrays only, use an optimizer of oxs.optimizers "
                 "(adam, custom_adam, adagrad, ftrl, ...), run a stateless one by "
                 "oxs.on_values, or pass the gradient's to_dense(rows)."
+            )
+        if missing := [name for name, leaf in leaves if leaf is None]:
+            notes.append(
+                f"The gradient at {missing[0]} is None. Optimizers of oxs.optimizers "
+                "leave such a parameter alone; others mostly take arrays only: pass "
+                "zeros, or leave the parameter out with optax.masked."
             )
         arrays = [trees.values_of(leaf) for _, leaf in leaves if leaf is not None]
         if any(jax.typeof(x).manual_axis_type.varying for x in arrays):

@@ -75,6 +75,13 @@ manager.save(3, args=ocp.args.StandardSave(state))
 manager.wait_until_finished()
 """
 IN_PIECES = 'oxs.cross_shard({}, "data", shard_state=True).init(params)'
+GIVEN = """
+def train_step(params, state, inputs, targets):
+    return oxs.apply_gradients(tx, params, state, params, {})
+opt_state = tx.init(params)
+params, opt_state = workers.start((params, opt_state))
+workers.step(train_step, state=2)(params, opt_state, inputs, targets)
+"""
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
@@ -323,6 +330,22 @@ CODE = {
         BEGIN + STEP + RUN + "workers.resize((params, opt_state), 6)"
     ),
     "A number for the outer optimizer": 'oxs.diloco(optax.sgd(0.1), "w", outer=0.7)',
+    "A name of a room asked of `oxs`": "oxs.quantized(bits=4)",
+    "A name in another spelling": "oxs.DiLoCo",
+    "A weight with letters changed": GIVEN.format("weigth=2.0"),
+    "a mask for it": GIVEN.format("mask=inputs[0]"),
+    "`contributes=` of a center rule": GIVEN.format("contributes=True"),
+    "`contributes=` with an axis of one": (
+        'tx = oxs.sync_replicas(optax.sgd(0.1), "workers", 8)\n'
+        + GIVEN.format("contributes=jnp.ones(1, bool)")
+    ),
+    "A loss of one's own for a line search": (
+        'tx = oxs.cross_shard(optax.lbfgs(), "workers")\n'
+        + GIVEN.format("value=0.0, grad=params, value_fn=lambda params: 0.0")
+    ),
+    "A schedule of 0 steps": (
+        'oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=lambda _: 0)'
+    ),
     "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',
     "A keyword with a letter missing": (
         'oxs.elastic_average(optax.sgd(0.1), "workers", num_worker=8, rho=0.0)'

@@ -367,5 +367,7 @@ def _bound(function: Callable[[str], Result], axis: str) -> Result:
         raise ValueError(
             f"No mapped axis is named {axis!r} here. The reduction over replicas, and "
             "so `update`, must run inside jax.shard_map or jax.pmap over a mesh with "
-            f"that axis, or inside jax.vmap(..., axis_name={axis!r})."
+            f"that axis, or inside jax.vmap(..., axis_name={axis!r}). The step of "
+            f"oxs.Workers(n, {axis!r}) does; one with several axes that of oxs.Workers("
+            "(2, 4), ('pods', 'chips'))."
         ) from error

@@ -652,8 +652,11 @@ def _extra(value, name, kind):
         wanted = "a bool" if kind is jnp.bool_ else "an integer"
         raise TypeError(f"{name} must be {wanted} per replica; got {value.dtype}.")
     if value.ndim:
+        mend = "Split it over the replicas as the batch is"
+        if value.size == 1:
+            mend = f"It is split already: pass its one number, {name}[0]"
         raise ValueError(
             f"{name} must be a scalar per replica; got an array of shape "
-            f"{value.shape}. Split it over the replicas as the batch is."
+            f"{value.shape}. {mend}."
         )
     return value

@@ -130,12 +130,12 @@ def asynchronous(
     It reproduces recorded runs of TensorFlow's `ElasticAverageOptimizer` and
     `AGNOptimizer` to 1e-6. There the running powers of Adam's betas advance both in a
     worker's own step and in its step on the center; so they do here for
-    `agn_rule(inner)` with the same `inner`, an optimizer of this package.
-    `agn_rule(inner)` with a period of 1 is asynchronous SGD (DOWNPOUR).
+    `oxs.rules.agn(inner)` with the same `inner`, an optimizer of this package.
+    `oxs.rules.agn(inner)` with a period of 1 is asynchronous SGD (DOWNPOUR).
 
     Args:
         inner: The workers' own optimizer.
-        rule: What workers and center exchange, for example `local_sgd_rule()`.
+        rule: What workers and center exchange, for example `oxs.rules.local_sgd()`.
         params: The parameters at which all start, without a worker axis.
         grad_fn: `(worker, params, event) -> gradients`, traced; `worker` and `event`
             are int32 scalars.
@@ -145,7 +145,7 @@ def asynchronous(
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
         exchange: How a worker compresses its pushes, array by array; not for rules
-            whose contribution reads the center, such as `elastic_rule`. `None`: not at
+            whose contribution reads the center, such as `oxs.rules.elastic(...)`. `None`: not at
             all.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part k
             mod P.
