@@ -69,7 +69,7 @@ GROUND = {
         "runtime/: messages protocol parts samples checkpoints server worker display "
         "metrics shared group ray_actors "
         "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
-        "center meeting way sync_replicas"
+        "center meeting sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.

@@ -48,12 +48,8 @@ class Layout(NamedTuple):
         }
         if len(self.owners) == 1:
             return trees[0]
-        dtypes = {
-            path: x.dtype for arrays in parts.values() for path, x in arrays.items()
-        }
-        tree = jax.tree_util.tree_map_with_path(
-            lambda path, x: jnp.zeros(x.shape, dtypes[path_name(path)]), shapes
-        )
+        center = jax.eval_shape(start_center, shapes)
+        tree = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), center)
         for part, values in trees.items():
             tree = self.whole.put(tree, part, values)
         return tree

@@ -154,8 +154,7 @@ class Server:
         self._places: list[str] = [""] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
-        # Workers whose programs have ended.
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # workers whose programs have ended
         self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
@@ -177,7 +176,7 @@ class Server:
             )
         self._held = [self._serve(picked[part]) for part in self.parts]
         self._save()  # From now on there is a checkpoint to restore.
-        self._note("started", -1)
+        self._note("started")
 
     def check_writable(self) -> None:
         """Refuse to begin a run that cannot save; one that comes back goes on."""
@@ -350,7 +349,7 @@ class Server:
                 said, held.short = held.short, ()
                 for what in said:
                     what = f"A meeting of part {part} is short: {what}."
-                    self._note("short", -1, message=what)
+                    self._note("short", message=what)
             since = since if boot == self._boot else 0
             del self._events[: max(since - self._forgotten, 0)]
             self._forgotten = max(self._forgotten, since)
@@ -388,23 +387,19 @@ class Server:
                 self._changed.notify_all()
 
     def _handle(self, request: Request, push: Push | None) -> tuple[Answer, Any]:
-        problem = self._unknown(request.worker)
+        worker = request.worker
+        problem = self._unknown(worker)
         if push is not None:  # The whole push is checked before anything changes.
             problem = problem or push.problem()
             if not problem and push.part not in self.parts:
                 problem = f"part {push.part} does not live here, but {self.parts}."
-        if problem and push is not None:
-            return self._refuse(push, problem), None
         if problem:
-            return protocol.Refused(problem), None
-        self._heard[request.worker] += 1
+            return self._refuse(push, problem), None
+        self._heard[worker] += 1
         book, answer, applies = protocol.decide(self._book, request)
-        worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
-            if push is not None:
-                self._refuse(push, answer.message)
-            return answer, None
-        if isinstance(answer, protocol.Turned):
+            self._refuse(push, answer.message)
+        if not isinstance(answer, protocol.Standing):
             return answer, None
         if applies and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
@@ -417,7 +412,7 @@ class Server:
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
             case protocol.Send():
-                self._note("retry", worker, push=push)
+                self._note("retry", worker, push)
         reply = self._reply_again(worker, request.part)
         return answer._replace(busy=reply.waiting), reply
 
@@ -451,13 +446,12 @@ class Server:
         if self._ended:  # This is no fault of the worker, and so no event.
             return protocol.Refused("the run has ended."), None
         worker, held = push.worker, self._held[request.part]
-        problem, sizes, arrays = held.expected.read(push.arrays)
-        if problem:
-            return self._refuse(push, f"{problem} {_of(push)}"), None
         staleness = held.staleness(worker)
-        reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
-        if reply is None:  # The push was not applied.
-            message = f"the center would overflow {_of(push)}"
+        try:
+            arrays, sizes = held.expected.read(push.arrays)
+            reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
+        except PushRefused as error:
+            message = f"{error} (round {push.round} of worker {worker})"
             return self._refuse(push, message), None
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
@@ -470,10 +464,9 @@ class Server:
         self._places[worker] = push.place
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
-            self._note("rolled_back", worker, push.lost, message=message)
-        pulled = bytes_of(reply.arrays)
-        kind = "push" if reply.used else "dropped"
-        self._note(kind, worker, staleness, push, pulled=pulled)
+            self._note("rolled_back", worker, staleness=push.lost, message=message)
+        kind, pulled = "push" if reply.used else "dropped", bytes_of(reply.arrays)
+        self._note(kind, worker, push, staleness=int(staleness), pulled=pulled)
         if protocol.is_due(book):
             self._save()
         number = book.entries[worker].places[request.part].round
@@ -505,11 +498,11 @@ class Server:
                 },
             )
         except Exception as error:  # A full disk, for example: try again later.
-            self._note("unsaved", -1, message=f"Checkpoint {number}: {error}"[:500])
+            self._note("unsaved", message=f"Checkpoint {number}: {error}"[:500])
             return
         old = self._book.saved
         self._book = protocol.saved(self._book, number)
-        self._note("saved", -1)
+        self._note("saved")
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
@@ -530,7 +523,7 @@ class Server:
             self._read(arrays, notes, picked)
             for one, error in damaged:
                 checkpoints.put_aside(one)
-                self._note("damaged", -1, message=f"{error} An earlier one is taken.")
+                self._note("damaged", message=f"{error} An earlier one is taken.")
             entries = tuple(
                 Entry(
                     tuple(Place(r, tuple(last), used) for r, last, used in places),
@@ -545,7 +538,7 @@ class Server:
             if self._ledger is not None and "ledger" in notes:
                 joined = {w for w, entry in enumerate(entries) if entry.incarnation}
                 self._ledger.restore(notes["ledger"], joined if comes_back else set())
-            self._note("restored", -1, message=f"from {checkpoints.folder}/{number}")
+            self._note("restored", message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():
             those = "; ".join(str(error) for _, error in damaged)
@@ -604,11 +597,13 @@ class Server:
 
     # Events and messages.
 
-    def _refuse(self, push: Push, message: str) -> protocol.Refused:
-        known = not self._unknown(push.worker)
-        if known:
-            self.refused[push.worker] += 1
-        self._note("refused", push.worker if known else -1, message=message)
+    def _refuse(self, push: Push | None, message: str) -> protocol.Refused:
+        """Count and tell of a push that is refused."""
+        if push is not None:
+            known = not self._unknown(push.worker)
+            if known:
+                self.refused[push.worker] += 1
+            self._note("refused", push.worker if known else -1, message=message)
         return protocol.Refused(message)
 
     def _unknown(self, worker: object) -> str:
@@ -622,33 +617,25 @@ class Server:
         )
 
     def _note(
-        self,
-        kind: str,
-        worker: int,
-        staleness: int = 0,
-        push: Push | None = None,
-        message: str = "",
-        pulled: int = 0,
+        self, kind: str, worker: int = -1, push: Push | None = None, **more: Any
     ) -> None:
-        part = push.part if push else self.parts[0]
-        places = self._book.entries[worker].places
-        self._events.append(
-            Event(
-                kind=kind,
-                worker=int(worker),
-                round=places[self.parts.index(part)].round if worker >= 0 else 0,
-                local_step=int(self._local_steps[worker]) if worker >= 0 else 0,
-                global_step=self.global_step,
-                staleness=int(staleness),
-                time=time.time(),
-                shown=dict(push.shown) if push else {},
-                message=message,
-                seconds=push.seconds if push else 0.0,
-                bytes=push.bytes if push else 0,
-                part=part,
-                pulled=pulled,
+        """Add an event, of which `more` are further fields."""
+        event = Event(
+            kind, int(worker), 0, 0, self.global_step, 0, time.time(), {},
+            part=self.parts[0],
+        )._replace(**more)  # fmt: skip
+        if push is not None:
+            event = event._replace(
+                shown=dict(push.shown),
+                seconds=push.seconds,
+                bytes=push.bytes,
+                part=push.part,
             )
-        )
+        if worker >= 0:
+            place = self._book.entries[worker].places[self.parts.index(event.part)]
+            step = int(self._local_steps[worker])
+            event = event._replace(round=place.round, local_step=step)
+        self._events.append(event)
 
 
 def refusal(message: str) -> str:
@@ -661,7 +648,3 @@ def _raising(error: PushRefused) -> Callable[[], Reply]:
         raise error
 
     return answer
-
-
-def _of(push: Push) -> str:
-    return f"(round {push.round} of worker {push.worker})"

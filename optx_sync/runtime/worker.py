@@ -385,16 +385,16 @@ class Worker:
         pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
         self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
-        size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
+        size = sum(bytes_of(one.arrays) for one in outgoing.values())
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
         first = [part for part in parts if not self.layout.owners[part]][:1]
         leases = tuple(self._walked) if first else ()
-        for part, (arrays, steps) in outgoing.items():
+        for part, one in outgoing.items():
             push = Push(
                 worker=self.index,
                 round=self._rounds[part] + 1,
-                arrays=arrays,
-                steps=steps,
+                arrays=one.arrays,
+                steps=one.steps,
                 local_step=self.local_step,
                 shown=numbers,
                 incarnation=self.incarnation,

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, is_gradient_leaf, path_name
+from optx_sync.trees import Tree, leaves_with_names, path_name
 
 
 def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
@@ -23,12 +23,7 @@ def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
 
 def arrays_of(tree: Tree) -> Arrays:
     """A tree as arrays by path; row-sparse leaves as (indices, values)."""
-    return {
-        path_name(path): _sent(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=is_gradient_leaf
-        )
-    }
+    return {path: _sent(leaf) for path, leaf in leaves_with_names(tree)}
 
 
 def _sent(leaf: Any) -> Tree:

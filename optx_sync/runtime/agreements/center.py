@@ -12,26 +12,15 @@ import numpy as np
 from optx_sync.center import worker as work
 from optx_sync.center.contract import Round
 from optx_sync.exchange.contract import Exchange
-from optx_sync.meetings import alone
-from optx_sync.meetings.coded import (
-    encoded,
-    message_shapes,
-    plus_decoded,
-    start_codes,
-)
+from optx_sync.meetings import alone, coded
+from optx_sync.runtime.agreements import saved
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
 from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.agreements.contract import AtOnce
 from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
 from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
-from optx_sync.runtime.agreements.saved import (
-    Notes,
-    check_saved,
-    described,
-    like,
-    numbered,
-)
-from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.runtime.agreements.saved import Notes
+from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite, where
 
@@ -69,9 +58,9 @@ class CodedAnswers:
 
     def _run_next(self, center, known):
         lacking = jax.tree.map(jnp.subtract, center, known)
-        nothing = start_codes(self.exchange, lacking)
-        messages, _ = encoded(self.exchange, lacking, nothing)
-        return messages, plus_decoded(self.exchange, messages, known)
+        nothing = coded.start_codes(self.exchange, lacking)
+        messages, _ = coded.encoded(self.exchange, lacking, nothing)
+        return messages, coded.plus_decoded(self.exchange, messages, known)
 
 
 class Center(AtOnce):
@@ -96,7 +85,7 @@ class Center(AtOnce):
             self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
         self.answers: CodedAnswers | None = None
         if pulls is not None:
-            message_shapes(pulls, center)  # Refuses arrays that it cannot code.
+            coded.message_shapes(pulls, center)  # Refuses arrays that it cannot code.
             self.answers = CodedAnswers(pulls, self.variables)
         self.global_step: int = 0
         # The center before each worker's last push, for a retry of that push.
@@ -161,15 +150,17 @@ class Center(AtOnce):
         )
         return work.contribute(self.rule, params, taken, accumulated, center, at)
 
-    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Compute the next center, and the reply to the worker.
 
-        Returns `None` and changes nothing if it overflows. `sizes` are bounds of the
-        arrays' elements, from `Expected.read`.
+        `sizes` are bounds of the arrays' elements, from `Expected.read`.
+
+        Raises:
+            PushRefused: The center would overflow; nothing is changed.
         """
         before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
-            return None
+            raise PushRefused(OVERFLOW)
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
@@ -185,7 +176,7 @@ class Center(AtOnce):
             # Squares of finite terms may overflow.
             if not np.isfinite(squares) and not is_finite(center):
                 self.spare.append(center)
-                return None
+                raise PushRefused(OVERFLOW)
             self.spare_outer, self.outer = self.outer, outer
             self.center = center
         else:
@@ -271,18 +262,18 @@ class Center(AtOnce):
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
         formulas += [] if rule.weigh is None else [rule.weigh]
-        return described("center", formulas, self.outer)
+        return saved.described("center", formulas, self.outer)
 
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint."""
         center = {path: np.asarray(array) for path, array in self.center.items()}
-        arrays = {"center": center, "outer": numbered(self.outer)}
+        arrays = {"center": center, "outer": saved.numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
-        check_saved(self.center, arrays["center"])
-        self.outer = like(self.outer, arrays.get("outer", {}))
+        saved.check_saved(self.center, arrays["center"])
+        self.outer = saved.like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
         self.kept = {}
         self.global_step = int(notes["global_step"])

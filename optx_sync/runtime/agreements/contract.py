@@ -9,6 +9,7 @@ from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
+from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
@@ -38,6 +39,15 @@ class AtOnce:
     def asks(self, worker: int, met: int) -> bool:
         """Whether a worker is asked to push before its turn."""
         return False
+
+
+class Sent(NamedTuple):
+    """A worker's push of a part, under way."""
+
+    arrays: dict[str, Arrays]
+    steps: int = 1  # since the one before
+    kept: Tree = ()  # (what was summed up, what was contributed) of a center rule
+    codes: Tree = ()  # the memory of its code after it
 
 
 class Way(NamedTuple):

@@ -44,12 +44,6 @@ class Meetings(Center):
     late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
     """
 
-    center: Arrays
-    outer: Tree
-    global_step: int
-    applied: int
-    short: tuple[str, ...]
-
     def __init__(
         self,
         params: Tree,
@@ -95,10 +89,7 @@ class Meetings(Center):
                 self.opened, self.step_seconds = now, push.step_seconds
             self.step_seconds = min(self.step_seconds, push.step_seconds)
             # The message may be overwritten after the answer.
-            arrays = {
-                name: {path: np.array(array) for path, array in of_name.items()}
-                for name, of_name in push.arrays.items()
-            }
+            arrays = jax.tree.map(np.array, push.arrays)
             self.came.append(Came(worker, push.steps, push.tokens, push.round, arrays))
         return self.reply_again(worker)
 
@@ -210,9 +201,8 @@ class Meetings(Center):
         for i, one in enumerate(self.came):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
-        came = [(one.worker, one.steps, one.tokens, one.number) for one in self.came]
-        dropped = sorted(self.dropped)
-        return arrays, {**notes, "came": came, "dropped": dropped}
+        notes |= {"came": [one[:4] for one in self.came]}
+        return arrays, {**notes, "dropped": sorted(self.dropped)}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
@@ -221,6 +211,6 @@ class Meetings(Center):
         self.strangers, self.restored = set(range(len(self.seen))), self.global_step
         self.dropped = set(notes.get("dropped", ()))
         self.came = []
-        for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
+        for i, numbers in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
-            self.came.append(Came(worker, steps, tokens, number, sent))
+            self.came.append(Came(*numbers, sent))

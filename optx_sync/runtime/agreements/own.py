@@ -53,16 +53,6 @@ def traffic(rule: CenterRule) -> Traffic:
     return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
 
 
-class _Sent(NamedTuple):
-    """A push of a part, under way."""
-
-    steps: int  # since the one before
-    summed: Tree  # what was summed up; comes back if the push is refused
-    contributed: Tree
-    arrays: dict[str, Arrays]
-    codes: Tree  # the memory of its code after it
-
-
 class OfCenter:
     """A worker's arrays under a rule.
 
@@ -97,9 +87,8 @@ class OfCenter:
         # Whether the parameters that a push is made of are replaced in the same step.
         self.hides: bool = delay == 0
         # The center that a worker takes, and whether it has to keep it.
-        takes = self.rule.take is None
-        self.took: str = "after" if takes else "before"
-        kept = takes or keeps_before(self.rule)
+        self.took: str = "after" if self.rule.take is None else "before"
+        kept = self.took == "after" or keeps_before(self.rule)
         self.keeps: bool = kept or self.pulls is not None
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
@@ -124,7 +113,7 @@ class OfCenter:
             self.codes = [start_codes(self.exchange, part) for part in picked]
         held = self.accumulated, self.inner_state, self.codes
         self.accumulated, self.inner_state, self.codes = beside(held, self.params)
-        self.sent: dict[int, _Sent] = {}  # by part
+        self.sent: dict[int, contract.Sent] = {}  # by part
         self.received: list[Received] = [Received() for _ in parts]
         # Arrays that no user has seen and that nobody needs any more: of each part what
         # was summed up and contributed; and parameters that were replaced at once.
@@ -139,8 +128,6 @@ class OfCenter:
 
     def is_due(self, step: int) -> bool:
         """Whether a part is due with the next step, which has this number (0-based)."""
-        if isinstance(self.between, int):
-            return self.steps + 1 >= self.between
         return bool(work.is_due(self.between, self.steps + 1, jnp.int32(step)))
 
     def step(self, grads: Tree, parts: tuple[int, ...]) -> None:
@@ -149,14 +136,11 @@ class OfCenter:
         self.ages = [age + 1 for age in self.ages]
         self._advance(parts, True, grads)
 
-    def outgoing(
-        self, parts: tuple[int, ...]
-    ) -> dict[int, tuple[dict[str, Arrays], int]]:
-        """By part: (the arrays to push, the steps since its last push)."""
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, contract.Sent]:
+        """The pushes of these parts."""
         if not self.sent.keys() >= {*parts}:
             self._advance(parts, False, ())
-        sent = {part: self.sent[part] for part in parts}
-        return {part: (one.arrays, one.steps) for part, one in sent.items()}
+        return {part: self.sent[part] for part in parts}
 
     def _advance(self, parts: tuple[int, ...], walks: bool, grads: Tree) -> None:
         ages = {part: self.ages[part] for part in parts}
@@ -181,10 +165,8 @@ class OfCenter:
         self.unseen = params if hides else self.unseen
         for part, (fields, codes_after) in sent.items():
             arrays = {name: arrays_of(tree) for name, tree in fields.items()}
-            summed, contributed = kept[part]
-            self.sent[part] = _Sent(
-                ages[part], summed, contributed, arrays, codes_after
-            )
+            now = contract.Sent(arrays, ages[part], kept[part], codes_after)
+            self.sent[part] = now
             self.ages[part] = self.steps = 0
 
     def _empty(self, part: int) -> tuple[Tree, Tree]:
@@ -233,12 +215,12 @@ class OfCenter:
     def give_back(self, part: int) -> None:
         """Take back the last push of a part, which was refused."""
         sent = self.sent.pop(part)
-        self.spare[part] = sent.summed, sent.contributed
+        self.spare[part] = sent.kept
         self.ages[part] += sent.steps
         self.steps = max(self.steps, self.ages[part])  # The part is due again.
-        pick, put = self.layout.pick, self.layout.whole.put
-        both = jax.tree.map(jnp.add, pick(self.accumulated, part), sent.summed)
-        self.accumulated = put(self.accumulated, part, both)
+        since, (before, _) = self.layout.pick(self.accumulated, part), sent.kept
+        both = jax.tree.map(jnp.add, since, before)
+        self.accumulated = self.layout.whole.put(self.accumulated, part, both)
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the reply. What a code owes changes with a push that was used."""
@@ -246,7 +228,7 @@ class OfCenter:
         sent = self.sent.pop(part)
         if reply.used:
             self.codes[part] = sent.codes
-        self.spare[part] = sent.summed, sent.contributed
+        self.spare[part] = sent.kept
         kept, read = {}, {}
         for name, arrays in reply.arrays.items():
             if self.keeps and name == self.took:
