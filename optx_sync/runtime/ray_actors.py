@@ -243,7 +243,7 @@ class RayConnection:
             after, reply = talk.end()
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
-            self._clients[key] = self.with_news(after, number)
+            self._clients[key] = _with_news(after, self._clients.get(key, after))
             if after.phase == "refused":
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
@@ -275,20 +275,6 @@ class RayConnection:
         """See `Server.leaves`."""
         return told
 
-    def with_news(self, client: Client, server: int) -> Client:
-        """A client with what others of the same worker have heard of its pushes."""
-        newest = self._clients.get((client.worker, server), client)
-        if newest.incarnation != client.incarnation:
-            return client
-        return client._replace(lines=newest.lines, epoch=newest.epoch)
-
-    def note(self, client: Client, server: int) -> None:
-        """Let the others know what a client has heard."""
-        newest = self._clients.get((client.worker, server))
-        if newest is not None and newest.incarnation == client.incarnation:
-            news = newest._replace(lines=client.lines, epoch=client.epoch)
-            self._clients[client.worker, server] = news
-
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
         self.call("leave", worker)
@@ -307,24 +293,6 @@ class RayConnection:
     def checkpoint(self) -> None:
         """All servers save their parts."""
         self.call("checkpoint")
-
-    def ask(
-        self, server: int, client: Client, push: Push | None, line: Line | None
-    ) -> tuple[Line, Any]:
-        """Send a client's request: the line that was used, and Ray's reference."""
-        line = line or self._lines.setdefault((client.worker, server), Line())
-        if line.busy:  # Its memory holds an answer that has not been read.
-            line = Line()
-        request = protocol.wants(client)
-        sent = push if isinstance(request, Send) else None
-        message, line.busy = line.packed((request, sent)), True
-        if line.is_open:
-            try:
-                line.say(message)
-                return line, None
-            except OSError:  # The server died: ask through Ray, which restarts it.
-                line.hang_up()
-        return line, self.servers[server].handle.remote(client.worker, message)
 
     def _converse(self, server: int, client: Client) -> tuple[Client, Any]:
         """Complete a client's operation; return what the last answer brought."""
@@ -382,6 +350,7 @@ class _Conversation:
         push: Push | None = None,
     ):
         self._connection, self._server, self._client = connection, server, client
+        self._key: tuple[int, int] = client.worker, server
         self._push = push  # of an operation that sends one
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
@@ -420,9 +389,24 @@ class _Conversation:
         return True
 
     def _ask(self) -> tuple[Line, Any]:
-        if self._asked is None:
-            ask = self._connection.ask
-            self._asked = ask(self._server, self._client, self._push, self._line)
+        """Send a request, if none is under way: its line, and Ray's reference."""
+        if self._asked is not None:
+            return self._asked
+        line = self._line or self._connection._lines.setdefault(self._key, Line())
+        if line.busy:  # Its memory holds an answer that has not been read.
+            line = Line()
+        request, reference = protocol.wants(self._client), None
+        push = self._push if isinstance(request, Send) else None
+        message, line.busy = line.packed((request, push)), True
+        if line.is_open:
+            try:
+                line.say(message)
+            except OSError:  # The server died: ask through Ray, which restarts it.
+                line.hang_up()
+        if not line.is_open:
+            handle = self._connection.servers[self._server].handle
+            reference = handle.remote(self._client.worker, message)
+        self._asked = line, reference
         return self._asked
 
     def _hear(self) -> None:
@@ -442,16 +426,24 @@ class _Conversation:
         except (EOFError, OSError):  # The server died: ask through Ray.
             pass
         else:
-            before = self._connection.with_news(self._client, self._server)
-            client = protocol.hears(before, answer)
-            self._connection.note(client, self._server)
-            if came is not None:
-                self._payload = came
-            self._client = client
+            # Other pushes of the same worker have heard of its parts meanwhile.
+            others = self._connection._clients
+            newest = others.get(self._key, self._client)
+            client = protocol.hears(_with_news(self._client, newest), answer)
+            if self._key in others:
+                others[self._key] = _with_news(newest, client)
+            self._client, self._payload = client, came or self._payload
         finally:
             line.busy = False
             if not heard:  # A late answer must not reach the next request.
                 line.hang_up()
+
+
+def _with_news(client: Client, newest: Client) -> Client:
+    """A client with what another one of its worker has heard of their pushes."""
+    if newest.incarnation != client.incarnation:
+        return client
+    return client._replace(lines=newest.lines, epoch=newest.epoch)
 
 
 class ServerActor:

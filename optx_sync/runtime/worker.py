@@ -330,13 +330,16 @@ class Worker:
     def rounds(self) -> int:
         """Rounds that were absorbed, including those of the worker's predecessors."""
         turns = self.layout.turns
-        return sum(max(self._rounds[part] for part in turn) for turn in turns)
+        return sum(max(self._heard[part].round for part in turn) for turn in turns)
 
     @property
     def global_step(self) -> int:
         """The rounds of all workers, as of the last answer."""
-        turns = self.layout.turns
-        return sum(max(self._steps[part] for part in turn) for turn in turns)
+        return sum(max(map(self._met, turn)) for turn in self.layout.turns)
+
+    def _met(self, part: int) -> int:
+        """The meetings of a part, as of its last answer."""
+        return self._heard[part].global_step
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -366,14 +369,14 @@ class Worker:
         if not self._shared:
             return turns[self.rounds % len(turns)]
         # Where one has missed meetings, the parts that others meet next.
-        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+        return min(turns, key=lambda turn: min(map(self._met, turn)))
 
     def _is_asked(self) -> bool:
         """Whether others have opened a meeting of the next parts, or met without it."""
         if self._sent is not None or not self._shared:
             return False
-        ask, met = self.connection.asked, self._steps
-        return any(ask(self.index, part, met[part]) for part in self._turn)
+        ask = self.connection.asked
+        return any(ask(self.index, part, self._met(part)) for part in self._turn)
 
     def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
         return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
@@ -390,9 +393,10 @@ class Worker:
         first = [part for part in parts if not self.layout.owners[part]][:1]
         leases = tuple(self._walked) if first else ()
         for part, one in outgoing.items():
+            heard = self._heard[part]
             push = Push(
                 worker=self.index,
-                round=self._rounds[part] + 1,
+                round=heard.round + 1,
                 arrays=one.arrays,
                 steps=one.steps,
                 local_step=self.local_step,
@@ -404,8 +408,8 @@ class Worker:
                 tokens=tokens[part],
                 part=part,
                 place=place,
-                confirms=self._confirms[part],
-                met=self._steps[part],
+                confirms=heard.number if self._decodes else 0,
+                met=heard.global_step,
                 leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
@@ -437,29 +441,21 @@ class Worker:
                     self._walked += leases
                 refused = error
                 continue
-            self._hear(part, reply)
+            self._heard[part] = reply._replace(arrays={})
+            self.lost, self._untold = self.lost + reply.lost, self._untold + reply.lost
+            if reply.lost:
+                log.warning(
+                    "%d pushes of worker %d are lost: a server died, and its last "
+                    "checkpoint is older.", reply.lost, self.index,
+                )  # fmt: skip
             # A round is dropped if one of its parts is.
             self.used, first = reply.used and (first or self.used), False
             self.staleness = reply.staleness
-            self._steps[part] = reply.global_step
-            self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)
         if not answers:
             self._sent, self._seconds = None, time.perf_counter() - begin
         if refused is not None:
             raise refused
-
-    def _hear(self, part: int, reply: Reply) -> None:
-        self._rounds[part] = reply.round
-        if reply.lost:
-            self.lost += reply.lost
-            self._untold += reply.lost
-            log.warning(
-                "%d pushes of worker %d are lost: a server died, and its last "
-                "checkpoint is older.",
-                reply.lost,
-                self.index,
-            )
 
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
@@ -474,12 +470,12 @@ class Worker:
         self._leases: deque[Lease] = deque()
         self._exhausted: bool = False  # whether `samples` has come to its end
         self._walked: list[int] = []
-        self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
-        self._steps: dict[int, int] = {
-            part: x.global_step for part, x in joined.parts.items()
+        # Of each part the last answer, without its arrays.
+        self._heard: dict[int, Reply] = {
+            part: Reply({}, x.global_step, 0, round=x.round)
+            for part, x in joined.parts.items()
         }
         self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
-        self._confirms: dict[int, int] = dict.fromkeys(joined.parts, 0)
         self.local_step: int = joined.local_step
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}
