@@ -101,6 +101,14 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
     return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
 
 
+def shapes_of(params: Tree) -> Tree:
+    """The shapes of the parameters; a TypeError for what workers cannot exchange."""
+    jax.eval_shape(start_center, params)
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)), params
+    )
+
+
 class Variables:
     """Conversion between a tree and a dict of its arrays by path."""
 

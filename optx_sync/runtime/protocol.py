@@ -58,6 +58,13 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     return Book(entries, epoch, every, handed=epoch)
 
 
+def entry_of(saved: list) -> Entry:
+    """An entry as JSON gives it back, without tuples."""
+    places, *rest = saved
+    of_parts = (Place(number, tuple(last), used) for number, last, used in places)
+    return Entry(tuple(of_parts), *rest)
+
+
 # Requests to a server.
 
 

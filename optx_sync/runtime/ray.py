@@ -25,18 +25,11 @@ from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.display import (
-    OF_EACH_SERVER,
-    PUSHES,
-    Display,
-    History,
-    Seen,
-    log,
-)
+from optx_sync.runtime.display import Display, History, Seen, is_told, log
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
-from optx_sync.runtime.parts import lay_out
+from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
@@ -45,7 +38,7 @@ from optx_sync.runtime.ray_actors import (
     start_servers,
 )
 from optx_sync.runtime.samples import Samples
-from optx_sync.runtime.worker import Worker, shapes_of
+from optx_sync.runtime.worker import Worker
 from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
@@ -165,12 +158,10 @@ def run(
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
-    limits = _checked(
-        _Limits(
-            max_failures, worker_timeout, total_steps, resources_per_worker,
-            processes_per_worker,
-        )
-    )  # fmt: skip
+    limits = _Limits(
+        max_failures, worker_timeout, total_steps, resources_per_worker,
+        processes_per_worker,
+    ).checked()  # fmt: skip
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
     turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
@@ -213,24 +204,23 @@ class _Limits(NamedTuple):
     needs: Any = None  # of each resource, how much a worker's process takes
     processes: int = 1  # of each worker
 
-
-def _checked(limits: _Limits) -> _Limits:
-    integer("max_failures", limits.max_failures, "Pass how many, or 0.", 0)
-    integer("processes_per_worker", limits.processes, "Pass how many, or 1.")
-    if limits.total_steps is not None:
-        integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
-    if limits.worker_timeout is not None:
-        mend = "Pass seconds, or None."
-        interval("[0.001, inf]", mend, worker_timeout=limits.worker_timeout)
-    if not isinstance(limits.needs, Mapping | None):
-        raise TypeError(
-            "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
-            f"{brief(limits.needs)}."
-        )
-    needs = {"CPU": 1.0, **(limits.needs or {})}
-    named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
-    interval("[0, inf)", "Pass how much of it each worker takes.", **named)
-    return limits._replace(needs=needs)
+    def checked(self) -> "_Limits":
+        integer("max_failures", self.max_failures, "Pass how many, or 0.", 0)
+        integer("processes_per_worker", self.processes, "Pass how many, or 1.")
+        if self.total_steps is not None:
+            integer("total_steps", self.total_steps, "Pass each worker's, or None.")
+        if self.worker_timeout is not None:
+            mend = "Pass seconds, or None."
+            interval("[0.001, inf]", mend, worker_timeout=self.worker_timeout)
+        if not isinstance(self.needs, Mapping | None):
+            raise TypeError(
+                "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
+                f"{brief(self.needs)}."
+            )
+        needs = {"CPU": 1.0, **(self.needs or {})}
+        named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
+        interval("[0, inf)", "Pass how much of it each worker takes.", **named)
+        return self._replace(needs=needs)
 
 
 def _supervised(
@@ -242,10 +232,7 @@ def _supervised(
     limits: _Limits,
 ) -> tuple[Tree, History]:
     """Run the workers until all have returned, and show events."""
-    with (
-        Display(num_workers, limits.total_steps) as display,
-        _sigterm_as_sigint(),
-    ):
+    with Display(num_workers, limits.total_steps) as display, _sigterm_as_sigint():
         events = _Events(connection, display)
         supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
         begin, ended = time.monotonic(), "has ended"
@@ -645,15 +632,7 @@ class _Events:
             self._metrics.add(number, events)
             if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
                 events = [self._of_all(number, event) for event in events]
-            # Of parts that are pushed in the same round, keep the event of the first;
-            # of events that are no pushes, those of the first server.
-            new += [
-                event
-                for event in events
-                if event.kind in OF_EACH_SERVER
-                or (event.part in self._tell_of and event.kind in PUSHES)
-                or (number == 0 and event.kind not in PUSHES)
-            ]
+            new += [x for x in events if is_told(x, number == 0, self._tell_of)]
         new.sort(key=lambda event: event.time)
         self._tell(new)
 
@@ -675,13 +654,8 @@ class _Events:
     def lost(self, worker: int, reason: str) -> None:
         """Add the event of a worker that died."""
         last = self.seen.last.get(worker)
-        lost = Event("lost", worker, 0, 0, 0, 0, time.time(), {}, reason)
-        if last is not None:
-            lost = lost._replace(
-                round=last.round,
-                local_step=last.local_step,
-                global_step=last.global_step,
-            )
+        at = (last.round, last.local_step, last.global_step) if last else (0, 0, 0)
+        lost = Event("lost", worker, *at, 0, time.time(), {}, reason)
         self._metrics.add(0, [lost])
         self._tell([lost])
 

@@ -28,19 +28,15 @@ from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.checkpoints import (
-    Checkpoints,
-    folders_of_servers,
-    set_aside,
-)
+from optx_sync.runtime.checkpoints import Checkpoints, folders_of_servers, set_aside
 from optx_sync.runtime.group import GroupConnection
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.parts import Layout, lay_out, shapes_of
 from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
-from optx_sync.runtime.worker import Preempted, Worker, shapes_of
+from optx_sync.runtime.worker import Preempted, Worker
 from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -176,10 +172,10 @@ class RayConnection:
         fragments: Fragments,
         saved_in: str | None,
     ):
+        self._given: tuple[object, ...] = servers, shapes, fragments, saved_in
         self.servers = servers
-        self._shapes = shapes
-        self._fragments = fragments
         self.saved_in = saved_in
+        self._shapes = shapes
         # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
         self._lines: dict[tuple[int, int], Line] = {}
@@ -187,8 +183,7 @@ class RayConnection:
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        given = self.servers, self._shapes, self._fragments, self.saved_in
-        return RayConnection, given
+        return RayConnection, self._given
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""

@@ -40,7 +40,7 @@ from optx_sync.runtime.messages import (
     Reply,
 )
 from optx_sync.runtime.parts import Layout, lay_out
-from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
+from optx_sync.runtime.protocol import Answer, Book, Request
 from optx_sync.runtime.samples import Lease, Ledger, Samples
 from optx_sync.trees import Tree
 
@@ -478,25 +478,23 @@ class Server:
     def _save(self) -> None:
         if self._checkpoints is None:
             return
-        arrays, notes = {}, []
+        arrays, of_parts = {}, []
         for part, held in zip(self.parts, self._held, strict=True):
             arrays[f"part_{part}"], more = held.save()
             made_by = held.describe(), self.layout.mark(self._like, part)
-            notes.append({**more, "made_by": made_by})
+            of_parts.append({**more, "made_by": made_by})
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
+        notes = {
+            "parts": of_parts,
+            "entries": self._book.entries,
+            "local_steps_of_workers": self._local_steps,
+            "places_of_workers": self._places,
+        }
+        if self._ledger is not None:
+            notes["ledger"] = self._ledger.saved()
         try:
-            self._checkpoints.save(
-                number,
-                arrays,
-                {
-                    "parts": notes,
-                    "entries": self._book.entries,
-                    "local_steps_of_workers": self._local_steps,
-                    "places_of_workers": self._places,
-                    **({"ledger": self._ledger.saved()} if self._ledger else {}),
-                },
-            )
+            self._checkpoints.save(number, arrays, notes)
         except Exception as error:  # A full disk, for example: try again later.
             self._note("unsaved", message=f"Checkpoint {number}: {error}"[:500])
             return
@@ -524,14 +522,7 @@ class Server:
             for one, error in damaged:
                 checkpoints.put_aside(one)
                 self._note("damaged", message=f"{error} An earlier one is taken.")
-            entries = tuple(
-                Entry(
-                    tuple(Place(r, tuple(last), used) for r, last, used in places),
-                    incarnation,
-                    joins,
-                )
-                for places, incarnation, joins in notes["entries"]
-            )
+            entries = tuple(map(protocol.entry_of, notes["entries"]))
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)

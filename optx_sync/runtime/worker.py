@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import bytes_of
@@ -24,7 +21,7 @@ from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.parts import Layout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
 from optx_sync.trees import Tree
 
@@ -38,11 +35,9 @@ class Connection(Protocol):
 
     def join(self, worker: int) -> Joined:
         """Get the center, for a worker that starts or starts again."""
-        ...
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined."""
-        ...
 
     def send(self, push: Push) -> Pending:
         """Send a push of a part.
@@ -50,21 +45,17 @@ class Connection(Protocol):
         A call of the answer waits for it, sends the push again if need be, and raises
         `PushRefused` if it was refused.
         """
-        ...
 
     def lease(
         self, worker: int, incarnation: int, holds: list[int], count: int
     ) -> list[Lease] | None:
         """Get ranges of samples (see `Server.lease`)."""
-        ...
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """Whether to push a part now (see `Server.asked`), without waiting."""
-        ...
 
     def leaves(self, told: bool) -> bool:
         """Whether a worker leaves after this step (see `Server.leaves`)."""
-        ...
 
 
 class Preempted(SystemExit):
@@ -286,12 +277,9 @@ class Worker:
     def _holds(self) -> list[int]:
         """The numbers of the ranges that are not known to be absorbed."""
         now = () if self._lease is None else (self._lease,)
-        sent = self._sent.leases if self._sent is not None else ()
-        return [
-            *(lease.number for lease in (*now, *self._leases)),
-            *self._walked,
-            *sent,
-        ]
+        sent = () if self._sent is None else self._sent.leases
+        ahead = [lease.number for lease in (*now, *self._leases)]
+        return [*ahead, *self._walked, *sent]
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -496,13 +484,3 @@ class Worker:
 
     def _place(self, tree: Tree) -> Tree:
         return tree if self._sharding is None else jax.device_put(tree, self._sharding)
-
-
-def shapes_of(params: Tree) -> Tree:
-    """The shapes of the parameters; a TypeError for what workers cannot exchange."""
-    shapes = jax.eval_shape(start_center, params)
-    return jax.tree.map(
-        lambda p, _: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)),
-        params,
-        shapes,
-    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The center under a rule, as its server holds it."""
 
+import functools
 import itertools
 import time
 from typing import Any
@@ -110,15 +111,11 @@ class Center(AtOnce):
         """Hold this center; the one before it is no longer needed."""
         self.spare: list[Arrays] = []  # buffers that may be overwritten
         self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
+        own = functools.partial(np.array, order="C") if self.adds else jnp.array
+        self.center: Arrays = jax.tree.map(own, center)
+        self.bounds: dict[str, float] = {}
         if self.adds:
-            self.center: Arrays = {
-                path: np.array(array, order="C") for path, array in center.items()
-            }
-            self.bounds: dict[str, float] = {
-                path: bound(array) for path, array in self.center.items()
-            }
-        else:
-            self.center = {path: jnp.array(array) for path, array in center.items()}
+            self.bounds = jax.tree.map(bound, self.center)
 
     def _next(self, center, outer, spare, spare_outer, sent, known):
         given = (center, outer, sent)
@@ -210,8 +207,7 @@ class Center(AtOnce):
     def _buffers(self) -> Arrays:
         if self.adds and not self.keeps_before:
             return self.center  # Added in place.
-        empty = np.empty_like if self.adds else jnp.empty_like
-        return {path: empty(array) for path, array in self.center.items()}
+        return jax.tree.map(np.empty_like if self.adds else jnp.empty_like, self.center)
 
     def _reply(self, worker: int, before: Arrays, took: int = 0) -> Reply:
         centers = {"before": before, "after": self.center}
@@ -223,8 +219,7 @@ class Center(AtOnce):
         return Reply(arrays, self.global_step, 0)
 
     def _out(self, arrays: Arrays) -> Arrays:
-        convert = np.array if self.copy_replies else np.asarray
-        return {path: convert(array) for path, array in arrays.items()}
+        return jax.tree.map(np.array if self.copy_replies else np.asarray, arrays)
 
     def reply_again(self, worker: int) -> Reply:
         """The reply to a push that is sent again."""
@@ -266,7 +261,7 @@ class Center(AtOnce):
 
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint."""
-        center = {path: np.asarray(array) for path, array in self.center.items()}
+        center = jax.tree.map(np.asarray, self.center)
         arrays = {"center": center, "outer": saved.numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 

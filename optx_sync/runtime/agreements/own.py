@@ -61,11 +61,6 @@ class OfCenter:
     memory of the arrays before it.
     """
 
-    params: Tree
-    taken: Tree
-    accumulated: Tree
-    inner_state: Tree
-
     def __init__(
         self,
         shapes: Tree,
@@ -78,39 +73,38 @@ class OfCenter:
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = terms.rule
-        self.at: Round = terms.at
-        self.exchange: Exchange | None = terms.exchange
-        self.pulls: Exchange | None = terms.pulls
+        self.terms: Terms = terms
         self.between: Period = between  # steps between the pushes of two parts
-        self.traffic: Traffic = traffic(self.rule)
+        self.traffic: Traffic = traffic(terms.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
         self.hides: bool = delay == 0
-        # The center that a worker takes, and whether it has to keep it.
-        self.took: str = "after" if self.rule.take is None else "before"
-        kept = self.took == "after" or keeps_before(self.rule)
-        self.keeps: bool = kept or self.pulls is not None
+        # The center that a worker keeps; with codes the one that they change.
+        self.keeps: str = "after" if terms.rule.take is None else ""
+        if keeps_before(terms.rule):
+            self.keeps = "before"
+        if terms.pulls is not None:
+            (self.keeps,) = self.traffic.replies
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the center."""
-        self.taken = place(self.layout.join(parts, self.like))
-        self.params = work.round_like(self.taken, self.like)
+        self.taken: Tree = place(self.layout.join(parts, self.like))
+        self.params: Tree = work.round_like(self.taken, self.like)
         self._start_own()
 
     def _start_own(self) -> None:
-        self.accumulated = work.start_accumulated(self.rule, self.taken)
+        self.accumulated: Tree = work.start_accumulated(self.terms.rule, self.taken)
         # Some states hold the parameters that they were made for.
-        self.inner_state = copied(self.inner.init(self.params))
+        self.inner_state: Tree = copied(self.inner.init(self.params))
         parts = range(len(self.layout.owners))
         self.steps: int = 0
         self.ages: list[int] = [0 for _ in parts]
         # The memory of each part's code; advanced once a push is applied.
         self.codes: list[Tree] = [()] * len(parts)
-        if self.exchange is not None:
+        if self.terms.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
-            self.codes = [start_codes(self.exchange, part) for part in picked]
+            self.codes = [start_codes(self.terms.exchange, part) for part in picked]
         held = self.accumulated, self.inner_state, self.codes
         self.accumulated, self.inner_state, self.codes = beside(held, self.params)
         self.sent: dict[int, contract.Sent] = {}  # by part
@@ -171,7 +165,7 @@ class OfCenter:
 
     def _empty(self, part: int) -> tuple[Tree, Tree]:
         """Memory for what a part sums up and contributes."""
-        plain = self.traffic.sends == ("contribution",) and self.exchange is None
+        plain = self.traffic.sends == ("contribution",) and self.terms.exchange is None
         trees = self.accumulated, self.taken if plain else ()
         summed, contributed = (self.layout.pick(tree, part) for tree in trees)
         return jax.tree.map(jnp.zeros_like, (summed, contributed))
@@ -181,8 +175,8 @@ class OfCenter:
         (grads, codes, steps, ages), (inner_state, accumulated, *_) = read, donated
         if walks:
             worker = work.Worker(params, inner_state, taken, accumulated)
-            at = self.at._replace(steps=steps)
-            worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
+            at = self.terms.at._replace(steps=steps)
+            worker = work.walk(self.inner, self.terms.rule, worker, taken, grads, at)
             params, inner_state, _, accumulated = worker
         kept, sent = {}, {}
         for part in parts:
@@ -195,16 +189,16 @@ class OfCenter:
         whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
         params, taken, accumulated = map(pick, (params, taken, accumulated))
         x = work.as_center(params, taken)
-        at = self.at._replace(steps=steps)
+        at = self.terms.at._replace(steps=steps)
         worker = work.Worker(params, (), taken, accumulated)
         # A formula that reads the center runs at the server; here any array will do.
-        worker, total = work.bring(self.rule, worker, x, at)
+        worker, total = work.bring(self.terms.rule, worker, x, at)
         contributed = ()
         if self.traffic.sends == ("contribution",):
-            contributed = alone.share_of_one(self.rule, total, at)
+            contributed = alone.share_of_one(self.terms.rule, total, at)
             sent = {"contribution": contributed}
-            if self.exchange is not None:
-                message, codes = encoded(self.exchange, contributed, codes)
+            if self.terms.exchange is not None:
+                message, codes = encoded(self.terms.exchange, contributed, codes)
                 contributed, sent = (), {"contribution": message}
         else:
             fields = {"params": x, "taken": taken, "accumulated": accumulated}
@@ -231,7 +225,7 @@ class OfCenter:
         self.spare[part] = sent.kept
         kept, read = {}, {}
         for name, arrays in reply.arrays.items():
-            if self.keeps and name == self.took:
+            if name == self.keeps:
                 center = self.received[part].tree(arrays, shapes)
                 kept[name] = beside(center, self.params)
             else:
@@ -246,15 +240,15 @@ class OfCenter:
         (params, taken, kept), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
         x = work.as_center(pick(params, part), pick(taken, part))
-        if "change" in centers and self.pulls is not None:
+        if "change" in centers and self.terms.pulls is not None:
             (name,) = self.traffic.replies
             known = pick(taken, part)
-            centers = {name: plus_decoded(self.pulls, centers["change"], known)}
+            centers = {name: plus_decoded(self.terms.pulls, centers["change"], known)}
         # A formula does not read what is not sent.
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())
-        at = self.at._replace(steps=steps)
-        worker = work.take(self.rule, worker, before, after, at)
-        if self.keeps and self.took in centers:
-            taken = put(taken, part, centers[self.took])
+        at = self.terms.at._replace(steps=steps)
+        worker = work.take(self.terms.rule, worker, before, after, at)
+        if self.keeps in centers:
+            taken = put(taken, part, centers[self.keeps])
         return (), (put(params, part, worker.params), taken)
