@@ -41,9 +41,7 @@ class Layout(NamedTuple):
     def join(self, parts: dict[int, Arrays], shapes: Tree) -> Tree:
         """The tree made of these parts, as new JAX arrays in the parameters' dtypes."""
         trees = {
-            part: Variables(self.pick(shapes, part)).tree(
-                {path: jnp.array(array, copy=True) for path, array in arrays.items()}
-            )
+            part: jax.tree.map(jnp.array, tree_of(arrays, self.pick(shapes, part)))
             for part, arrays in parts.items()
         }
         if len(self.owners) == 1:
@@ -75,16 +73,16 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
     integer("num_servers", num_servers, "Pass for example 1.")
     number = number_of_parts(fragments)
     if number == 1 and num_servers > 1:
-        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        pairs = jax.tree_util.tree_leaves_with_path(shapes)
+        leaves = {path_name(path): leaf for path, leaf in pairs}
         if num_servers > len(leaves):
             raise ValueError(
                 f"{len(leaves)} variables cannot be split among {num_servers} servers: "
                 "each needs one or more. Pass a smaller num_servers."
             )
-        owner = _evenly([_bytes_of(leaf) for _, leaf in leaves], num_servers)
-        paths = [path_name(path) for path, _ in leaves]
-        of_path = dict(zip(paths, owner, strict=True))
-        whole = Partition(lambda path, leaf: of_path[path_name(path)], shapes)
+        owners = _evenly([*map(_bytes_of, leaves.values())], num_servers)
+        owner = dict(zip(leaves, owners, strict=True))
+        whole = Partition(lambda path, _: owner[path_name(path)], shapes)
         servers = tuple(range(num_servers))
         return Layout(whole, (servers,), servers)
     whole = Partition(fragments, shapes)
@@ -94,10 +92,8 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
             "each needs one or more. Pass a smaller num_servers, or more fragments."
         )
     turns = tuple((part,) for part in range(whole.number))
-    if num_servers == 1:
-        return Layout(whole, turns, (0,) * whole.number)
-    sizes = [whole.pick(shapes, part) for part in range(whole.number)]
-    sizes = [sum(map(_bytes_of, jax.tree.leaves(part))) for part in sizes]
+    parts = whole.split(shapes)
+    sizes = [sum(map(_bytes_of, jax.tree.leaves(part))) for part in parts]
     return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
 
 
@@ -106,6 +102,13 @@ def shapes_of(params: Tree) -> Tree:
     jax.eval_shape(start_center, params)
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)), params
+    )
+
+
+def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
+    """A tree of received arrays: views, which the next message overwrites."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: np.asarray(arrays[path_name(path)]), shapes
     )
 
 

@@ -409,11 +409,8 @@ class _Supervisor:
             # All have a place or none: two halves would wait for each other's rest.
             util = self.ray.util
             self.together[index] = util.placement_group([self.limits.needs] * count)
-            takes["scheduling_strategy"] = (
-                util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self.together[index]
-                )
-            )
+            among = util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            takes["scheduling_strategy"] = among(self.together[index])
         actor = self.ray.remote(WorkerActor).options(
             **RESTARTABLE, **takes, resources=needs
         )
@@ -519,9 +516,8 @@ class _Supervisor:
             seconds = self.events.silence_of(index)
             waits = index in self.placing or index in self.hung
             if seconds > limit and not waits:
-                self.hung[index] = (
-                    f"It was killed: no server heard of it for {limit:g} s."
-                )
+                why = f"It was killed: no server heard of it for {limit:g} s."
+                self.hung[index] = why
                 for actor in self.actors[index]:
                     self.ray.kill(actor)
 
@@ -567,8 +563,8 @@ class _Events:
         self._display = display
         # The names of the servers' processes, and the number of events from each.
         self.places = [("", 0) for _ in self._servers]
-        self._asked: dict[int, object] = {}
-        self._since: dict[int, float] = {}
+        # Of each server, the call that it has not answered yet, and since when.
+        self._asked: dict[int, tuple[object, float]] = {}
         self._down: set[int] = set()  # servers that are being restarted
         self._steps: dict[int, int] = {}  # of each server
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -589,16 +585,16 @@ class _Events:
         new: list[Event] = []
         for number, server in enumerate(self._servers):
             if number not in self._asked:
-                self._asked[number] = server.call.remote("news", *self.places[number])
-                self._since[number] = time.monotonic()
-        references = list(self._asked.values())
+                news = server.call.remote("news", *self.places[number])
+                self._asked[number] = news, time.monotonic()
+        references = [reference for reference, _ in self._asked.values()]
         seconds = SILENCE_SECONDS if wait else 0.02
         ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
-        for number, reference in list(self._asked.items()):
+        for number, (reference, since) in list(self._asked.items()):
             if reference not in ready:
                 continue
             del self._asked[number]
-            idle = self._since[number] - self._answered[number]
+            idle = since - self._answered[number]
             self._answered[number] = time.monotonic()
             try:
                 found = ray.get(reference)
@@ -627,8 +623,8 @@ class _Events:
             for event in events:
                 if event.kind in ("push", "dropped"):
                     self.met[event.worker][event.part] += 1
-            name, since = self.places[number]
-            self.places[number] = (boot, len(events) + (since if boot == name else 0))
+            name, before = self.places[number]
+            self.places[number] = (boot, len(events) + (before if boot == name else 0))
             self._metrics.add(number, events)
             if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
                 events = [self._of_all(number, event) for event in events]
@@ -680,17 +676,14 @@ class _Events:
         last = self.seen.last.get(worker)
         if last is None:
             return f"worker {worker} ({self.seen.state(worker)}, no push yet)"
-        seconds = time.time() - last.time
-        return (
-            f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "
-            f"{last.local_step}"
-        )
+        ago = f"{time.time() - last.time:.0f} s ago at its step {last.local_step}"
+        return f"worker {worker}, whose last push was {ago}"
 
     def silent_servers(self) -> list[str]:
         """The servers that have not answered for a long time."""
         now = time.monotonic()
         return [
             f"server {number}, which has not answered for {now - since:.0f} s"
-            for number, since in self._since.items()
-            if number in self._asked and now - since > SILENCE_SECONDS / 2
+            for number, (_, since) in self._asked.items()
+            if now - since > SILENCE_SECONDS / 2
         ]

@@ -243,12 +243,11 @@ class Server:
             reply = self.push(push)
         except PushRefused as error:
             return Pending(_raising(error))
-        if not reply.waiting:
-            return Pending(lambda: reply)
 
         def wait():
-            while (late := self.wait(push.worker, part=push.part)).waiting:
-                pass
+            late = reply
+            while late.waiting:
+                late = self.wait(push.worker, part=push.part)
             return late._replace(staleness=reply.staleness)
 
         def is_there():

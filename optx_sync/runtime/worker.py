@@ -2,12 +2,13 @@
 """A worker of asynchronous training: local steps, and an exchange when one is due."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 import jax
 import optax
@@ -62,12 +63,13 @@ class Preempted(SystemExit):
     """The worker was told that its machine goes: it has handed in all that it has."""
 
 
-class _Sent(NamedTuple):
+@dataclasses.dataclass
+class _Sent:
     """Pushes that are on their way."""
 
     answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
-    leases: tuple[int, ...]  # the ranges of samples that it is made of
+    leases: list[int]  # the ranges of samples that it is made of
     begin: float
 
 
@@ -377,7 +379,7 @@ class Worker:
         self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
         size = sum(bytes_of(one.arrays) for one in outgoing.values())
-        answers, tokens = {}, {part: self._tokens[part] for part in parts}
+        now = self._sent or _Sent({}, {}, [], begin)
         first = [part for part in parts if not self.layout.owners[part]][:1]
         leases = tuple(self._walked) if first else ()
         for part, one in outgoing.items():
@@ -393,7 +395,7 @@ class Worker:
                 seconds=self._seconds,
                 lost=self._untold,
                 bytes=size,
-                tokens=tokens[part],
+                tokens=self._tokens[part],
                 part=part,
                 place=place,
                 confirms=heard.number if self._decodes else 0,
@@ -401,21 +403,20 @@ class Worker:
                 leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
-            answers[part] = self.connection.send(push)
+            now.answers[part] = self.connection.send(push)
+            now.tokens[part] = push.tokens
             self._tokens[part], self._untold = 0.0, 0
         if first:
             self._walked = []
-        if self._sent is not None:
-            answers = self._sent.answers | answers
-            tokens, leases = self._sent.tokens | tokens, self._sent.leases + leases
-        self._sent = _Sent(answers, tokens, leases, begin)
+        now.leases, now.begin = [*now.leases, *leases], begin
+        self._sent = now
 
     def _land(self, wait: bool = True) -> None:
         """Take the answers; without `wait` those that are there."""
-        if self._sent is None:
+        if (sent := self._sent) is None:
             return
-        answers, tokens, leases, begin = self._sent
-        refused, first = None, len(answers) == len(tokens)
+        answers, refused = sent.answers, None
+        first = len(answers) == len(sent.tokens)
         for part, answer in list(answers.items()):
             if not (wait or answer.is_there()):
                 continue
@@ -424,9 +425,9 @@ class Worker:
                 reply = answer()
             except PushRefused as error:
                 self._own.give_back(part)
-                self._tokens[part] += tokens[part]
+                self._tokens[part] += sent.tokens[part]
                 if not self.layout.owners[part]:
-                    self._walked += leases
+                    self._walked += sent.leases
                 refused = error
                 continue
             self._heard[part] = reply._replace(arrays={})
@@ -441,7 +442,7 @@ class Worker:
             self.staleness = reply.staleness
             self._own.land(part, reply, self._place)
         if not answers:
-            self._sent, self._seconds = None, time.perf_counter() - begin
+            self._sent, self._seconds = None, time.perf_counter() - sent.begin
         if refused is not None:
             raise refused
 

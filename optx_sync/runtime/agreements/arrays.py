@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as the arrays of a message, arrays as trees, and buffers of one's own."""
+"""Trees as the arrays of a message, and buffers of one's own."""
 
 from typing import Any
 
@@ -11,14 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, leaves_with_names, path_name
-
-
-def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
-    """A tree of received arrays: views, which the next message overwrites."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: np.asarray(arrays[path_name(path)]), shapes
-    )
+from optx_sync.trees import Tree, leaves_with_names
 
 
 def arrays_of(tree: Tree) -> Arrays:

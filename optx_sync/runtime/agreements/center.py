@@ -51,8 +51,7 @@ class CodedAnswers:
             # The center may be overwritten after the answer.
             jax.block_until_ready(known)
         else:
-            known = self.variables.tree(center)
-            known = jax.tree.map(lambda x: jnp.array(x, copy=True), known)
+            known = copied(self.variables.tree(center))
         self.known[worker] = next(self._numbers), known
         arrays = {path: np.array(x) for path, x in center.items()}
         return Reply({name: arrays}, 0, 0, number=self.known[worker][0])

@@ -15,10 +15,10 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import encoded, plus_decoded, start_codes
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied
 from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.messages import Arrays, Reply
-from optx_sync.runtime.parts import Layout
+from optx_sync.runtime.parts import Layout, tree_of
 from optx_sync.trees import Tree
 
 
@@ -239,14 +239,13 @@ class OfCenter:
     def _run_take(self, part, passing, read, donated):
         (params, taken, kept), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
-        x = work.as_center(pick(params, part), pick(taken, part))
+        worker, known = work.Worker(pick(params, part), (), (), ()), pick(taken, part)
         if "change" in centers and self.terms.pulls is not None:
-            (name,) = self.traffic.replies
-            known = pick(taken, part)
-            centers = {name: plus_decoded(self.terms.pulls, centers["change"], known)}
+            now = plus_decoded(self.terms.pulls, centers["change"], known)
+            centers = {self.keeps: now}
         # A formula does not read what is not sent.
+        x = work.as_center(worker.params, known)
         before, after = centers.get("before", x), centers.get("after", x)
-        worker = work.Worker(pick(params, part), (), (), ())
         at = self.terms.at._replace(steps=steps)
         worker = work.take(self.terms.rule, worker, before, after, at)
         if self.keeps in centers:
