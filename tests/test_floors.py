@@ -68,7 +68,7 @@ GROUND = {
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "
         "metrics shared group ray_actors "
-        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
+        "runtime/agreements/: __init__ contract arrays memory saved pushes own "
         "center meeting sync_replicas"
     ),
 }

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the parameters: when each is exchanged, and on which server it lives."""
 
-import math
 import zlib
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,9 @@ import numpy as np
 from optx_sync.center.fragments import Fragments, Partition, number_of_parts
 from optx_sync.center.worker import start_center
 from optx_sync.checks import integer
+from optx_sync.meetings.coded import bytes_of
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
-
-# An array or a `jax.ShapeDtypeStruct`.
-Shaped: TypeAlias = Any
 
 
 class Layout(NamedTuple):
@@ -80,7 +77,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
                 f"{len(leaves)} variables cannot be split among {num_servers} servers: "
                 "each needs one or more. Pass a smaller num_servers."
             )
-        owners = _evenly([*map(_bytes_of, leaves.values())], num_servers)
+        owners = _evenly([*map(bytes_of, leaves.values())], num_servers)
         owner = dict(zip(leaves, owners, strict=True))
         whole = Partition(lambda path, _: owner[path_name(path)], shapes)
         servers = tuple(range(num_servers))
@@ -92,8 +89,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
             "each needs one or more. Pass a smaller num_servers, or more fragments."
         )
     turns = tuple((part,) for part in range(whole.number))
-    parts = whole.split(shapes)
-    sizes = [sum(map(_bytes_of, jax.tree.leaves(part))) for part in parts]
+    sizes = [*map(bytes_of, whole.split(shapes))]
     return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
 
 
@@ -138,7 +134,3 @@ def _evenly(sizes: list[int], number: int) -> list[int]:
         full[owner[i]] += sizes[i]
         filled[owner[i]] += 1
     return owner
-
-
-def _bytes_of(x: Shaped) -> int:
-    return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize

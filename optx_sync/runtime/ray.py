@@ -154,7 +154,7 @@ def run(
         agreement = alone.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
-        meet,
+        meet, num_servers,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
@@ -164,7 +164,7 @@ def run(
     ).checked()  # fmt: skip
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
-    turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
+    turns = lay_out(shapes, way.fragments, num_servers).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(
@@ -176,7 +176,6 @@ def run(
         connection = start_servers(
             params,
             agreement,
-            num_servers=num_servers,
             inner=inner,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
@@ -186,11 +185,7 @@ def run(
         )
         for actor in connection.servers:
             ends.callback(ray.kill, actor)
-        options = {
-            **settings._asdict(),
-            "num_servers": num_servers,
-            "synchronous": synchronous,
-        }
+        options = {**settings._asdict(), "synchronous": synchronous}
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)
 

@@ -94,14 +94,9 @@ def start_servers(
     shapes = shapes_of(params)
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
-        meet,
+        meet, num_servers,
     )  # fmt: skip
     way = way_of(agreement, settings)
-    if num_servers != 1 and not way.of_center:
-        raise ValueError(
-            "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
-            f"server; got num_servers={num_servers}. Pass num_servers=1."
-        )
     lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
@@ -120,7 +115,6 @@ def start_servers(
             "copy_replies": way.waits,
             "samples": None if number else samples,
             "number": number,
-            "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
             below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"

@@ -67,7 +67,7 @@ class Samples:
 class Ledger:
     """Who holds which range, at the first server: a range is free, held, or done."""
 
-    def __init__(self, samples: Samples):
+    def __init__(self, samples: Samples | None):
         self.samples = samples
         self._next: int = 0  # ranges from this one on have not been handed out
         self._free: set[int] = set()  # of those before it
@@ -84,17 +84,22 @@ class Ledger:
             holds: The ranges that the worker has and that were not absorbed, as far as
                 it knows.
         """
+        if (samples := self.samples) is None:
+            raise ValueError(
+                "There are no samples to lease. Pass samples=oxs.runtime.Samples("
+                "total, batch) to run."
+            )
         self._settle(worker, holds)
         if self.silent:
             return None
         found = sorted(self._free)[:count]
         self._free -= {*found}
-        end = self.samples.ranges * self.samples.epochs
+        end = samples.ranges * samples.epochs
         while len(found) < count and self._next < end:
             found.append(self._next)
             self._next += 1
         self._held |= dict.fromkeys(found, worker)
-        return [self.samples.lease(number) for number in found]
+        return [samples.lease(number) for number in found]
 
     def _settle(self, worker: int, holds: list[int]) -> None:
         """Take a worker's word for what it holds.

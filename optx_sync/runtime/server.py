@@ -9,7 +9,6 @@ applied once however often it is sent. `protocol` decides what is applied when;
 import pathlib
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +118,7 @@ class Server:
     ):
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange, meet,
+            pull_exchange, meet, num_servers,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
@@ -143,12 +142,9 @@ class Server:
             if not resume and folder.exists() and any(folder.iterdir()):
                 set_aside(folder)
             self._checkpoints = Checkpoints(folder)
-        self._book: Book = protocol.new_book(
-            num_workers,
-            len(self.parts),
-            time.time_ns(),  # A later start has a higher number.
-            checkpoint_every if self._checkpoints else 0,
-        )
+        every = checkpoint_every if self._checkpoints else 0
+        epoch = time.time_ns()  # A later start has a higher number.
+        self._book: Book = protocol.new_book(num_workers, len(self.parts), epoch, every)
         self._local_steps: list[int] = [0] * num_workers
         # For each worker's successor: notes of its program.
         self._places: list[str] = [""] * num_workers
@@ -158,9 +154,8 @@ class Server:
         self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
-        self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
-        self._ledger: Ledger | None = None if samples is None else Ledger(samples)
+        self._ledger: Ledger = Ledger(samples)
         picked = {part: self.layout.pick(params, part) for part in self.parts}
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
@@ -203,8 +198,7 @@ class Server:
             if worker not in self._left:
                 self._left.add(worker)
                 self._note("left", worker)
-                if self._ledger is not None:
-                    self._ledger.gone(worker)
+                self._ledger.gone(worker)
             for held in self._held:
                 held.release(self._left)
             self._changed.notify_all()
@@ -289,11 +283,6 @@ class Server:
     ) -> list[Lease] | None:
         """Hand out ranges of samples; `None`: ask again soon. See `Ledger.lease`."""
         with self._changed:
-            if self._ledger is None:
-                raise ValueError(
-                    "There are no samples to lease. Pass samples=oxs.runtime.Samples("
-                    "total, batch) to run."
-                )
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
             return self._ledger.lease(worker, holds, count)
@@ -349,10 +338,11 @@ class Server:
                 for what in said:
                     what = f"A meeting of part {part} is short: {what}."
                     self._note("short", message=what)
-            since = since if boot == self._boot else 0
+            name = str(self._book.epoch)
+            since = since if boot == name else 0
             del self._events[: max(since - self._forgotten, 0)]
             self._forgotten = max(self._forgotten, since)
-            return self._boot, list(self._events)
+            return name, list(self._events)
 
     def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
         """`events`, and how many requests of each worker this server has heard."""
@@ -423,19 +413,13 @@ class Server:
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
-        if self._ledger is not None:
-            self._ledger.gone(worker)
+        self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
             parts[part] = JoinedPart(held.current(), place.round, held.global_step)
-        return Joined(
-            parts,
-            self._local_steps[worker],
-            entry.joins - 1,
-            entry.incarnation,
-            self._places[worker],
-        )
+        step, place = self._local_steps[worker], self._places[worker]
+        return Joined(parts, step, entry.joins - 1, entry.incarnation, place)
 
     def _apply(
         self, request: protocol.Send, push: Push | None, book: Book
@@ -455,9 +439,8 @@ class Server:
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
-        if self._ledger is not None:
-            settle = self._ledger.absorbed if reply.used else self._ledger.dropped
-            settle(push.leases)
+        settle = self._ledger.absorbed if reply.used else self._ledger.dropped
+        settle(push.leases)
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
@@ -490,7 +473,7 @@ class Server:
             "local_steps_of_workers": self._local_steps,
             "places_of_workers": self._places,
         }
-        if self._ledger is not None:
+        if self._ledger.samples is not None:
             notes["ledger"] = self._ledger.saved()
         try:
             self._checkpoints.save(number, arrays, notes)
@@ -525,7 +508,7 @@ class Server:
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)
-            if self._ledger is not None and "ledger" in notes:
+            if self._ledger.samples is not None and "ledger" in notes:
                 joined = {w for w, entry in enumerate(entries) if entry.incarnation}
                 self._ledger.restore(notes["ledger"], joined if comes_back else set())
             self._note("restored", message=f"from {checkpoints.folder}/{number}")

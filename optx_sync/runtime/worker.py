@@ -158,7 +158,7 @@ class Worker:
         check_period(communication_period)
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange, meet,
+            pull_exchange, meet, num_servers,
         )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")

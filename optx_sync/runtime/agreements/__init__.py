@@ -55,6 +55,11 @@ def way_of(agreement: Any, settings: Settings) -> Way:
                 f"{name}= is for workers that meet a center. With SyncReplicas "
                 f"every gradient is pushed whole and at once. Leave {name} out."
             )
+    if settings.num_servers != 1:
+        raise ValueError(
+            "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
+            f"server; got num_servers={settings.num_servers}. Pass num_servers=1."
+        )
     return sync_replicas_way(agreement, num_workers)
 
 

@@ -16,10 +16,9 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone, coded
 from optx_sync.runtime.agreements import saved
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
-from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.agreements.contract import AtOnce
 from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
-from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
+from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables

@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     delay: int | None = None
     pull_exchange: Exchange | None = None
     meet: Quorum | None = None  # `None`: `one()`
+    num_servers: int = 1
 
 
 class AtOnce:

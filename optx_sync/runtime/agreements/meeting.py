@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,6 @@ from optx_sync.trees import Tree, is_finite, where
 
 # The axis of the contributions to one meeting.
 AXIS = "contributions"
-
-
-class Came(NamedTuple):
-    """A contribution to the meeting that is open."""
-
-    worker: int
-    steps: int
-    tokens: float
-    number: int  # of its worker's pushes, from 1
-    arrays: dict[str, Arrays]
 
 
 class Meetings(Center):
@@ -57,7 +47,7 @@ class Meetings(Center):
         self.delay = delay  # the workers' steps from a push until they take the answer
         self.clock = clock
         self.merge: Exchange = check_exchange(quorum.merge, all_reduce())
-        self.came: list[Came] = []
+        self.came: list[Push] = []  # to the meeting that is open
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
         self.dropped: set[int] = set()  # workers whose last contribution was dropped
@@ -90,7 +80,7 @@ class Meetings(Center):
             self.step_seconds = min(self.step_seconds, push.step_seconds)
             # The message may be overwritten after the answer.
             arrays = jax.tree.map(np.array, push.arrays)
-            self.came.append(Came(worker, push.steps, push.tokens, push.round, arrays))
+            self.came.append(push._replace(arrays=arrays))
         return self.reply_again(worker)
 
     def join(self, worker: int) -> None:
@@ -126,7 +116,7 @@ class Meetings(Center):
         known = {
             "steps": jnp.array([one.steps for one in came], jnp.int32),
             "tokens": jnp.array([one.tokens for one in came], jnp.float32),
-            "num_pushed": jnp.array([one.number for one in came], jnp.int32),
+            "num_pushed": jnp.array([one.round for one in came], jnp.int32),
         }
         sent = [one.arrays for one in came]
         center, outer, finite = self._meet(self.center, self.outer, sent, known)
@@ -201,8 +191,8 @@ class Meetings(Center):
         for i, one in enumerate(self.came):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
-        notes |= {"came": [one[:4] for one in self.came]}
-        return arrays, {**notes, "dropped": sorted(self.dropped)}
+        came = [(one.worker, one.steps, one.tokens, one.round) for one in self.came]
+        return arrays, {**notes, "came": came, "dropped": sorted(self.dropped)}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
@@ -211,6 +201,6 @@ class Meetings(Center):
         self.strangers, self.restored = set(range(len(self.seen))), self.global_step
         self.dropped = set(notes.get("dropped", ()))
         self.came = []
-        for i, numbers in enumerate(notes.get("came", ())):
+        for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
-            self.came.append(Came(*numbers, sent))
+            self.came.append(Push(worker, number, sent, steps, tokens=tokens))

@@ -10,7 +10,6 @@ import numpy as np
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import decoded, message_shapes
 from optx_sync.rows.slices import FIRST_PADDING
-from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.messages import Arrays, PushRefused
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, path_name, some
@@ -112,3 +111,20 @@ def _look(where: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> fl
     if not np.isfinite(size):
         raise PushRefused(f"{where} holds a NaN or infinity.")
     return size
+
+
+def bound(array: np.ndarray) -> float:
+    """An upper bound of |x|, not finite if any element is not finite.
+
+    One pass without a temporary array: a sum of squares is finite only if its terms
+    are.
+    """
+    if array.dtype in (np.float32, np.float64):
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat = array.reshape(-1)
+            squares = float(np.dot(flat, flat))
+        if np.isfinite(squares):
+            # Rounding may make the sum of squares a little too small.
+            return 1.001 * squares**0.5
+    # Squares of finite terms may overflow.
+    return float(np.abs(array).max(initial=0))
