@@ -325,11 +325,9 @@ def _resumed(client: Client, answer: Turned) -> Client:
     for part, place in enumerate(answer.entry.places):
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
-        if not client.lines:  # It has sent this server no request yet.
-            serial = applied or place.round
-            lines.append(Line(serial, place.round, place.used, place.used))
-            continue
-        line = client.lines[part]
+        # Without lines it has sent this server no request yet.
+        new = Line(applied or place.round, place.round, place.used, place.used)
+        line = client.lines[part] if client.lines else new
         # Whether the push that is sent again had been applied.
         had = (
             client.sending[:1] == (part,) and applied < client.sending[1] <= line.serial
@@ -337,9 +335,6 @@ def _resumed(client: Client, answer: Turned) -> Client:
         lost += max(line.used - max(place.used, line.base) - had, 0)
         base, serial = min(line.base, place.used), max(line.serial, applied)
         lines.append(Line(serial, place.round, place.used, base))
-    return client._replace(
-        epoch=answer.epoch,
-        lines=tuple(lines),
-        lost=lost,
-        phase="send" if client.sending else client.phase,
-    )
+    phase = "send" if client.sending else client.phase
+    client = client._replace(epoch=answer.epoch, lines=tuple(lines), lost=lost)
+    return client._replace(phase=phase)

@@ -100,12 +100,12 @@ def start_servers(
     lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
-    options = {
-        "num_cpus": 0,
-        "max_restarts": 0 if checkpoint_dir is None else -1,
+    actor = ray.remote(ServerActor).options(
+        num_cpus=0,
+        max_restarts=0 if checkpoint_dir is None else -1,
         # Threads: a worker that waits must not keep others from pushing.
-        "max_concurrency": 4 * num_workers + 8 if way.waits else 1,
-    }
+        max_concurrency=4 * num_workers + 8 if way.waits else 1,
+    )
     servers = []
     for number in range(num_servers):
         given = {
@@ -119,7 +119,6 @@ def start_servers(
         if checkpoint_dir is not None:
             below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"
             given["checkpoint_dir"] = str(below)
-        actor = ray.remote(ServerActor).options(**options)
         # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
@@ -448,17 +447,16 @@ class ServerActor:
         self._start(shapes)  # One that died comes back before anybody asks.
 
     def _start(self, params: Tree) -> None:
-        self._server: Server | None = None
         self._error: Exception | None = None
         try:
-            self._server = self._made(params)
+            self._server: Server = self._made(params)
         except Exception as error:
             # Calls return it: Ray would restart an actor that dies here.
             self._error = error
 
     def begin(self, params: Tree) -> object:
         """Start from the parameters, where no checkpoint has been found."""
-        if self._server is None:
+        if self._error is not None:
             self._start(params)
             return self._error
         return self.call("check_writable")

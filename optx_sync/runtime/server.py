@@ -156,20 +156,20 @@ class Server:
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self.refused: list[int] = [0] * num_workers
         self._ledger: Ledger = Ledger(samples)
-        picked = {part: self.layout.pick(params, part) for part in self.parts}
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
         if not comes_back:
             self.check_writable()
-        if self._go_on(picked, comes_back):
+        if self._go_on(comes_back):
             return
         if comes_back:
             raise RuntimeError(
                 "A server died, and the center with it: "
                 f"checkpoint_dir={str(checkpoint_dir)!r} holds no checkpoint any more."
             )
-        self._held = [self._serve(picked[part]) for part in self.parts]
+        picked = (self.layout.pick(params, part) for part in self.parts)
+        self._held = [*map(self._serve, picked)]
         self._save()  # From now on there is a checkpoint to restore.
         self._note("started")
 
@@ -446,7 +446,7 @@ class Server:
         self._places[worker] = push.place
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
-            self._note("rolled_back", worker, staleness=push.lost, message=message)
+            self._note("rolled_back", worker, staleness=int(push.lost), message=message)
         kind, pulled = "push" if reply.used else "dropped", bytes_of(reply.arrays)
         self._note(kind, worker, push, staleness=int(staleness), pulled=pulled)
         if protocol.is_due(book):
@@ -486,7 +486,7 @@ class Server:
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
-    def _go_on(self, picked: dict[int, Tree], comes_back: bool) -> bool:
+    def _go_on(self, comes_back: bool) -> bool:
         """Restore the newest checkpoint that can be read."""
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -500,7 +500,7 @@ class Server:
                 continue
             newest = max((*numbers, *checkpoints.damaged()))
             self._book = self._book._replace(number=newest)
-            self._read(arrays, notes, picked)
+            self._read(arrays, notes)
             for one, error in damaged:
                 checkpoints.put_aside(one)
                 self._note("damaged", message=f"{error} An earlier one is taken.")
@@ -522,9 +522,7 @@ class Server:
             )
         return False
 
-    def _read(
-        self, arrays: dict[str, Arrays], notes: Notes, picked: dict[int, Tree]
-    ) -> None:
+    def _read(self, arrays: dict[str, Any], notes: Notes) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
         if len(notes["entries"]) != self.num_workers and not self._resizes:
             raise ValueError(
@@ -537,12 +535,11 @@ class Server:
                 f"The checkpoint holds {sorted(arrays)}, and this server has "
                 f"{sorted(names)}: it was saved with other fragments. {other}"
             )
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), picked)
-        self._held = [self._serve(zeros[part]) for part in self.parts]
-        for part, held, note in zip(
-            self.parts, self._held, notes["parts"], strict=True
-        ):
-            of_part = arrays[f"part_{part}"]
+        for part, note in zip(self.parts, notes["parts"], strict=True):
+            shapes, of_part = self.layout.pick(self._like, part), arrays[f"part_{part}"]
+            held = self._serve(
+                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            )
             made_by = [held.describe(), self.layout.mark(self._like, part)]
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
@@ -560,6 +557,7 @@ class Server:
                     "resume=False to start afresh."
                 )
             held.load(of_part, note)
+            self._held.append(held)
         self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
         self._places = self._sized(notes["places_of_workers"], "")
 
@@ -579,11 +577,10 @@ class Server:
             self._note("refused", push.worker if known else -1, message=message)
         return protocol.Refused(message)
 
-    def _unknown(self, worker: object) -> str:
-        is_integer = isinstance(worker, int | np.integer)
-        if is_integer and not isinstance(worker, bool):
-            if 0 <= worker < self.num_workers:
-                return ""
+    def _unknown(self, worker: Any) -> str:
+        known = isinstance(worker, int | np.integer) and not isinstance(worker, bool)
+        if known and 0 <= worker < self.num_workers:
+            return ""
         return (
             f"There is no worker {worker!r}. Workers have the numbers 0 to "
             f"{self.num_workers - 1}."

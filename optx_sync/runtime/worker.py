@@ -36,9 +36,11 @@ class Connection(Protocol):
 
     def join(self, worker: int) -> Joined:
         """Get the center, for a worker that starts or starts again."""
+        ...
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined."""
+        ...
 
     def send(self, push: Push) -> Pending:
         """Send a push of a part.
@@ -46,17 +48,21 @@ class Connection(Protocol):
         A call of the answer waits for it, sends the push again if need be, and raises
         `PushRefused` if it was refused.
         """
+        ...
 
     def lease(
         self, worker: int, incarnation: int, holds: list[int], count: int
     ) -> list[Lease] | None:
         """Get ranges of samples (see `Server.lease`)."""
+        ...
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """Whether to push a part now (see `Server.asked`), without waiting."""
+        ...
 
     def leaves(self, told: bool) -> bool:
         """Whether a worker leaves after this step (see `Server.leaves`)."""
+        ...
 
 
 class Preempted(SystemExit):

@@ -93,4 +93,4 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
         return OfCenter(shapes, inner, layout, terms, between, delay)
 
     fragments = check_fragments(settings.fragments)
-    return Way(serve, work, fragments, delay, meet, of_center=True, waits=meet.shared)
+    return Way(serve, work, True, meet.shared, fragments, delay, meet)

@@ -43,14 +43,13 @@ def beside(tree: Tree, params: Tree) -> Tree:
     if not isinstance(over, NamedSharding):
         return tree
     everywhere = NamedSharding(over.mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda x: (
-            x
-            if x.sharding.device_set == over.device_set
-            else jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
-        ),
-        tree,
-    )
+
+    def placed(x):
+        if x.sharding.device_set == over.device_set:
+            return x
+        return jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
+
+    return jax.tree.map(placed, tree)
 
 
 def copied(tree: Tree) -> Tree:

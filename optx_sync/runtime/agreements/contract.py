@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
-from optx_sync.meetings.quorum import Quorum
+from optx_sync.meetings.quorum import Quorum, one
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree
 
@@ -58,10 +58,10 @@ class Way(NamedTuple):
     serve: Callable[..., Any]
     # (shapes of the parameters, inner, layout) -> the worker's side.
     work: Callable[..., Any]
-    fragments: Fragments
-    delay: int
-    meet: Quorum  # when a meeting of a center is full
     # Whether the server holds a center that workers take, in parts on several servers,
     # or else applies the workers' optimizer to whole gradients.
     of_center: bool
     waits: bool  # whether a worker may wait at the server for the others
+    fragments: Fragments = 1
+    delay: int = 0
+    meet: Quorum = one()  # when a meeting of a center is full

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.checks import check_inner
-from optx_sync.meetings.quorum import one
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.tokens import (
     Chief,
@@ -28,7 +27,7 @@ from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, is_finite
+from optx_sync.trees import Tree, cast_like, is_finite
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
@@ -37,9 +36,6 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
     return contract.Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
         work=lambda shapes, inner, layout: OfUpdates(shapes),
-        fragments=1,
-        delay=0,
-        meet=one(),
         of_center=False,
         waits=True,
     )
@@ -175,11 +171,8 @@ class Updates(contract.AtOnce):
         """The averages in the parameters' dtypes, or `None`."""
         if self.agreement.variable_averages is None:
             return None
-        return jax.tree.map(
-            lambda average, p: np.asarray(average.astype(p.dtype)),
-            self.held.averages,
-            self.held.params,
-        )
+        averages = cast_like(self.held.averages, self.held.params)
+        return jax.tree.map(np.asarray, averages)
 
     def describe(self) -> str:
         """The optimizer, described by its state."""
