@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule, Round, static_period
-from optx_sync.center.fragments import check_fragments, steps_between
+from optx_sync.center.fragments import check_fragments
 from optx_sync.checks import integer
 from optx_sync.meetings.alone import check_delay, check_suits
 from optx_sync.meetings.coded import check_code, check_pull_code
@@ -81,16 +81,14 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
     if meet.shared and rule.mean_over is not None:
         # A meeting's mean is of those that have come, so none divides by all.
         rule = rule._replace(mean_over="pushed")
-    terms = Terms(rule, at, exchange, pulls)
+    terms = Terms(rule, at, exchange, pulls, period, delay, meet)
 
     def serve(part, inner, copy_replies):
-        if meet.shared:
-            return Meetings(part, terms, meet, delay)
-        return Center(part, terms, copy_replies)
+        shared = meet.shared
+        return Meetings(part, terms) if shared else Center(part, terms, copy_replies)
 
     def work(shapes, inner, layout):
-        between = steps_between(period, len(layout.turns), delay)
-        return OfCenter(shapes, inner, layout, terms, between, delay)
+        return OfCenter(shapes, inner, layout, terms)
 
     fragments = check_fragments(settings.fragments)
     return Way(serve, work, True, meet.shared, fragments, delay, meet)

@@ -71,7 +71,7 @@ class Center(AtOnce):
     """
 
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
-        rule, at, exchange, pulls = terms
+        rule, at, exchange, pulls, *_ = terms
         center = work.start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule

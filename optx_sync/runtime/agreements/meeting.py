@@ -34,19 +34,12 @@ class Meetings(Center):
     late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
     """
 
-    def __init__(
-        self,
-        params: Tree,
-        terms: Terms,
-        quorum: Quorum,
-        delay: int,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, params: Tree, terms: Terms):
         super().__init__(params, terms, copy_replies=False)
-        self.quorum = quorum
-        self.delay = delay  # the workers' steps from a push until they take the answer
-        self.clock = clock
-        self.merge: Exchange = check_exchange(quorum.merge, all_reduce())
+        self.quorum: Quorum = terms.meet
+        self.delay: int = terms.delay
+        self.clock: Callable[[], float] = time.monotonic
+        self.merge: Exchange = check_exchange(terms.meet.merge, all_reduce())
         self.came: list[Push] = []  # to the meeting that is open
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting

@@ -11,9 +11,11 @@ import optax
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
+from optx_sync.center.fragments import steps_between
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import encoded, plus_decoded, start_codes
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied
 from optx_sync.runtime.agreements.memory import Received, Sharing
@@ -34,8 +36,11 @@ class Terms(NamedTuple):
 
     rule: CenterRule
     at: Round
-    exchange: Exchange | None = None  # of pushes
-    pulls: Exchange | None = None  # of answers
+    exchange: Exchange | None  # of pushes
+    pulls: Exchange | None  # of answers
+    period: Period
+    delay: int  # the workers' steps from a push until they take the answer
+    meet: Quorum
 
 
 def traffic(rule: CenterRule) -> Traffic:
@@ -67,17 +72,18 @@ class OfCenter:
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
         terms: Terms,
-        between: Period,
-        delay: int,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
         self.terms: Terms = terms
-        self.between: Period = between  # steps between the pushes of two parts
+        # Steps between the pushes of two parts.
+        self.between: Period = steps_between(
+            terms.period, len(layout.turns), terms.delay
+        )
         self.traffic: Traffic = traffic(terms.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
-        self.hides: bool = delay == 0
+        self.hides: bool = terms.delay == 0
         # The center that a worker keeps; with codes the one that they change.
         self.keeps: str = "after" if terms.rule.take is None else ""
         if keeps_before(terms.rule):
