@@ -174,7 +174,8 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
-        self._shared: bool = way.meet.shared
+        # Whether workers meet the center together.
+        self._shared: bool = way.of_center and way.waits
         self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True

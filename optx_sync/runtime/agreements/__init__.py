@@ -90,5 +90,5 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
     def work(shapes, inner, layout):
         return OfCenter(shapes, inner, layout, terms)
 
-    fragments = check_fragments(settings.fragments)
-    return Way(serve, work, True, meet.shared, fragments, delay, meet)
+    way = Way(serve, work, of_center=True, waits=meet.shared)
+    return way._replace(fragments=check_fragments(settings.fragments), delay=delay)

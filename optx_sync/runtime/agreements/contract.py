@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
-from optx_sync.meetings.quorum import Quorum, one
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree
 
@@ -61,7 +61,8 @@ class Way(NamedTuple):
     # Whether the server holds a center that workers take, in parts on several servers,
     # or else applies the workers' optimizer to whole gradients.
     of_center: bool
-    waits: bool  # whether a worker may wait at the server for the others
+    # Whether a worker may wait at the server for the others: for a token, or where they
+    # meet the center together.
+    waits: bool
     fragments: Fragments = 1
     delay: int = 0
-    meet: Quorum = one()  # when a meeting of a center is full
