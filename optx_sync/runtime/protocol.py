@@ -18,7 +18,7 @@ a new epoch. It turns away messages of another epoch, and says which push of eac
 survived. So the worker knows what is lost, and reports it.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # (incarnation, serial); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
@@ -58,7 +58,7 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     return Book(entries, epoch, every, handed=epoch)
 
 
-def entry_of(saved: list) -> Entry:
+def entry_of(saved: list[Any]) -> Entry:
     """An entry as JSON gives it back, without tuples."""
     places, *rest = saved
     of_parts = (Place(number, tuple(last), used) for number, last, used in places)

@@ -34,6 +34,12 @@ class Meetings(Center):
     late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
     """
 
+    center: Arrays
+    outer: Tree
+    global_step: int
+    applied: int
+    short: tuple[str, ...]
+
     def __init__(self, params: Tree, terms: Terms):
         super().__init__(params, terms, copy_replies=False)
         self.quorum: Quorum = terms.meet
