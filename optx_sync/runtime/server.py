@@ -439,8 +439,9 @@ class Server:
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
-        settle = self._ledger.absorbed if reply.used else self._ledger.dropped
-        settle(push.leases)
+        if self._ledger.samples is not None:
+            settle = self._ledger.absorbed if reply.used else self._ledger.dropped
+            settle(push.leases)
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place

@@ -71,7 +71,7 @@ class Center(AtOnce):
     """
 
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
-        rule, at, exchange, pulls, *_ = terms
+        rule, at = terms.rule, terms.at
         center = work.start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule
@@ -79,13 +79,14 @@ class Center(AtOnce):
         self.copy_replies = copy_replies
         self.traffic: Traffic = traffic(rule)
         self.expected: Expected = Expected(self.traffic.sends, center)
-        if exchange is not None:
+        if terms.exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
-            self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
+            self.expected = ExpectedCodes(self.traffic.sends, shapes, terms.exchange)
         self.answers: CodedAnswers | None = None
-        if pulls is not None:
-            coded.message_shapes(pulls, center)  # Refuses arrays that it cannot code.
-            self.answers = CodedAnswers(pulls, self.variables)
+        if terms.pulls is not None:
+            # Refuses arrays that it cannot code.
+            coded.message_shapes(terms.pulls, center)
+            self.answers = CodedAnswers(terms.pulls, self.variables)
         self.global_step: int = 0
         # The center before each worker's last push, for a retry of that push.
         self.kept: dict[int, Arrays] = {}
