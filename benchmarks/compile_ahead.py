@@ -312,9 +312,7 @@ def kinds_in_pods(case: str, parts: int) -> dict[Any, jax.stages.Lowered]:
     specs = {f"layer {i}": P() for i in range(KINDS_SIZE["layers"])}
     workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
     more = {"fragments": parts, "overlap": True, "exchange": KINDS[case]}
-    tx = oxs.diloco(
-        optax.adamw(1e-3), AXIS, communication_period=KINDS_PERIOD, **more
-    )
+    tx = oxs.diloco(optax.adamw(1e-3), AXIS, communication_period=KINDS_PERIOD, **more)
     return lower_kinds(tx, workers, jnp.bfloat16, **KINDS_SIZE)
 
 

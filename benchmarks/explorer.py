@@ -18,8 +18,7 @@ import numpy as np
 import optx_sync as oxs
 from optx_sync.runtime import Push, Server, protocol
 from optx_sync.runtime import server as server_module
-from optx_sync.runtime.agreements.bounds import bound
-from optx_sync.runtime.agreements.meeting import Came
+from optx_sync.runtime.agreements.pushes import bound
 from optx_sync.runtime.checkpoints import Damaged
 from optx_sync.runtime.protocol import Book, Client
 
@@ -485,7 +484,7 @@ class QuorumExplorer(Explorer):
         held = tuple(
             (
                 one.global_step,
-                tuple((c.worker, c.number, self.mark(c)) for c in one.came),
+                tuple((c.worker, c.round, self.mark(c)) for c in one.came),
                 tuple(sorted(one.dropped)),
                 (tuple(sorted(one.strangers)), one.restored * bool(one.strangers)),
             )
@@ -506,7 +505,7 @@ class QuorumExplorer(Explorer):
             held.center = {k: np.asarray(x) for k, x in held.center.items()}
             held.before, held.global_step, held.took = held.center, step, {}
             held.came = [
-                Came(worker, 1, 1.0, count, self.marked(held, mark))
+                Push(worker, count, self.marked(held, mark))
                 for worker, count, mark in came
             ]
             held.dropped, held.left, held.closes = set(dropped), set(left), None

@@ -68,8 +68,8 @@ GROUND = {
     "runtime": files(
         "runtime/: messages protocol parts samples checkpoints server worker display "
         "metrics shared group ray_actors "
-        "runtime/agreements/: __init__ contract bounds arrays memory saved pushes own "
-        "center meeting way sync_replicas"
+        "runtime/agreements/: __init__ contract arrays memory saved pushes own "
+        "center meeting sync_replicas"
     ),
 }
 # Libraries that one file or room is for, and nothing else imports.

@@ -61,7 +61,7 @@ def after_round(
 
     def averaged(given):
         # Where nobody counts, each state stays as it is.
-        return vary_like(mean_or(given, given, axis_name, weight), given)
+        return vary_like(mean_or(given, given, axis_name, weight=weight), given)
 
     places: dict[int, list[int]] = {}  # of arrays, by the rounds from mean to mean
     for place, (own, x) in enumerate(zip(names, leaves, strict=True)):

@@ -251,7 +251,7 @@ def _mean_of(
             "gets no extra arguments."
         )
     own = localize(jnp.asarray(value), axis_name)
-    return mean_or(None, own, axis_name, weight)
+    return mean_or(None, own, axis_name, weight=weight)
 
 
 def _in_part(turn: Turn, sent: Tree) -> Any:

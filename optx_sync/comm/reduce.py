@@ -290,7 +290,9 @@ def mean_extra_args(
         if not (unchecked or collectives.varying_axes(x) & axes):
             return x
         own = localize(x, axis_name)
-        return mean_or(None, own, axis_name, weight, group_assignment)
+        return mean_or(
+            None, own, axis_name, weight=weight, group_assignment=group_assignment
+        )
 
     searched = any(isinstance(x, MeanOfReplicas) for x in extra_args.values())
     for name in sorted({*extra_args} - {*names, *equal}):

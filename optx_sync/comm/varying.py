@@ -123,7 +123,7 @@ def require_local(
     for axis, path, kind in _leaves_that(tree, axis_name, varies=False):
         mend = mend or (
             f"Either localize the parameters, `params = oxs.localize(params, "
-            f"{axis_name!r})` before jax.grad, so that gradients stay local (the summed "
+            f"{axis_name!r})` before jax.grad, so that gradients stay local (a summed "
             "gradient itself, localized, would count N times); or, if it is reduced on "
             "purpose, say so: cross_shard(..., grads='summed') or cross_shard(..., "
             "grads='averaged')."

@@ -72,7 +72,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str]):
         try:
             import filelock  # noqa: F401 # by Lock
-            import orbax.checkpoint
+            import orbax.checkpoint as ocp
         except ImportError as error:
             raise ImportError(
                 "checkpoint_dir needs Orbax and filelock: pip install 'optx-sync[ray]'."
@@ -84,10 +84,8 @@ class Checkpoints:
         except OSError:
             if not self.folder.exists():
                 self.check_writable()
-        self._module = orbax.checkpoint
-        self._checkpointer = self._module.Checkpointer(
-            self._module.PyTreeCheckpointHandler()
-        )
+        self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        self._as_numpy: Any = ocp.RestoreArgs(restore_type=np.ndarray)
 
     @staticmethod
     def path_of(folder: str | os.PathLike[str]) -> Any:
@@ -160,10 +158,8 @@ class Checkpoints:
         path = self.folder / str(number)
         try:
             tree = self._checkpointer.metadata(path).item_metadata.tree  # pyright: ignore
-            as_numpy = self._module.RestoreArgs(restore_type=np.ndarray)
-            restored = self._checkpointer.restore(
-                path, restore_args=jax.tree.map(lambda _: as_numpy, tree)
-            )
+            how = jax.tree.map(lambda _: self._as_numpy, tree)
+            restored = self._checkpointer.restore(path, restore_args=how)
             text = np.asarray(restored.pop(NOTES)).tobytes().decode()
             notes, words = unsealed(path, json.loads(text))
             restored = jax.tree_util.tree_map_with_path(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The history of a run, shown as a table in a terminal or as lines of a log."""
 
+import contextlib
 import datetime
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from optx_sync.runtime.messages import Event
@@ -21,9 +23,6 @@ KEPT = 100_000
 # The most workers that such a line names.
 SHOWN_WORKERS = 8
 WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back", "short")
-# Events that are taken from every server; others only from the first.
-OF_EACH_SERVER = ("started", *WARNINGS[1:])
-PUSHES = ("push", "dropped", "retry")
 
 
 class History(NamedTuple):
@@ -45,6 +44,19 @@ class History(NamedTuple):
             for (of_kind, of_worker), number in self.counts.items()
             if of_kind == kind and worker in (None, of_worker)
         )
+
+
+def is_told(event: Event, of_first: bool, parts: Container[int]) -> bool:
+    """Whether an event is told: several servers may have one of the same thing.
+
+    Args:
+        event: Of a push, a warning, or anything else.
+        of_first: Whether the first server has it.
+        parts: Of parts that are pushed in the same round, the first.
+    """
+    if event.kind in ("push", "dropped", "retry"):
+        return event.part in parts
+    return of_first or event.kind in ("started", *WARNINGS)
 
 
 class Seen:
@@ -116,10 +128,8 @@ class Seen:
 
     def closing(self, seconds: float, saved_in: str | None) -> str:
         """A closing summary of the run, in one line."""
-        total: Counter[str] = Counter()
-        for (kind, _), number in self.counts.items():
-            total[kind] += number
-        pushes, (begin, end) = total["push"], self.pushing or (0.0, 0.0)
+        count = self.history(None).count
+        pushes, (begin, end) = count("push"), self.pushing or (0.0, 0.0)
         said = f"{pushes} pushes in {seconds:.0f} s"
         if end > begin:
             said += (
@@ -133,7 +143,7 @@ class Seen:
             "restored": "times that a server came back",
             "unsaved": "checkpoints not written",
         }
-        more = [f"{total[kind]} {what}" for kind, what in names.items() if total[kind]]
+        more = [f"{n} {what}" for kind, what in names.items() if (n := count(kind))]
         if self.saved is not None:
             more.insert(0, f"saved at step {self.saved} in {saved_in}")
         return ", ".join([said, f"the center at step {self.step}", *more])
@@ -157,7 +167,7 @@ class Display:
     def __init__(self, num_workers: int, total_steps: int | None = None):
         self._workers, self._total = num_workers, total_steps
         self._live = None
-        self._handler: logging.Handler | None = None
+        self._ends = contextlib.ExitStack()
         self._next_line: float = 0.0
         try:
             from rich.console import Console
@@ -170,21 +180,19 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self._live is not None:
-            self._live.start()  # From now on lines of standard error stand above it.
+            # From now on lines of standard error stand above it.
+            self._ends.enter_context(self._live)
         if not log.hasHandlers():
-            self._handler = logging.StreamHandler()
-            self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-            log.addHandler(self._handler)
-            self._level = log.level
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            log.addHandler(handler)
+            self._ends.callback(log.removeHandler, handler)
+            self._ends.callback(log.setLevel, log.level)
             log.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._live is not None:
-            self._live.stop()
-        if self._handler is not None:
-            log.removeHandler(self._handler)
-            log.setLevel(self._level)
+        self._ends.close()
 
     def show(self, seen: Seen, new: list[Event]) -> None:
         """Show new events."""

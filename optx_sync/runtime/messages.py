@@ -14,6 +14,10 @@ from optx_sync.trees import Tree
 Arrays: TypeAlias = dict[str, Tree]
 
 
+# Why a server refuses a push of finite arrays.
+OVERFLOW = "the center would overflow"
+
+
 class PushRefused(ValueError):
     """The server refused a push; the center is unchanged."""
 

@@ -3,12 +3,13 @@
 
 from optx_sync.runtime.messages import Event
 
+# By name: the field of an event, and what it says.
 GAUGES = {
-    "steps": "Steps of a worker",
-    "rounds": "Pushes of a worker that were applied",
-    "staleness": "The other workers' rounds between its last two",
-    "push_bytes": "Bytes of a worker's last push, to all servers",
-    "pull_bytes": "Bytes of this server's answer to it",
+    "steps": ("local_step", "Steps of a worker"),
+    "rounds": ("round", "Pushes of a worker that were applied"),
+    "staleness": ("staleness", "The other workers' rounds between its last two"),
+    "push_bytes": ("bytes", "Bytes of a worker's last push, to all servers"),
+    "pull_bytes": ("pulled", "Bytes of this server's answer to it"),
 }
 COUNTERS = {
     "refused": "Pushes that were refused",
@@ -17,6 +18,7 @@ COUNTERS = {
     "lost": "Deaths of a worker",
     "restored": "Times that a server came back from a checkpoint",
     "unsaved": "Checkpoints that could not be written",
+    "lost_pushes": "Pushes that went with a server",
 }
 SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 
@@ -34,17 +36,12 @@ class Metrics:
         keys = ("worker", "server")
         self._gauges = {
             name: Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
-            for name, what in GAUGES.items()
+            for name, (_, what) in GAUGES.items()
         }
         self._counters = {
             name: Counter(f"optx_sync_{name}_total", description=what, tag_keys=keys)
             for name, what in COUNTERS.items()
         }
-        self._gone = Counter(
-            "optx_sync_lost_pushes_total",
-            description="Pushes that went with a server",
-            tag_keys=keys,
-        )
         self._seconds = Histogram(
             "optx_sync_exchange_seconds",
             description="Seconds of an exchange, as the worker measures it",
@@ -60,14 +57,12 @@ class Metrics:
             if event.kind in self._counters:
                 self._counters[event.kind].inc(1, tags=tags)
             if event.kind == "rolled_back":
-                self._gone.inc(event.staleness, tags=tags)
+                self._counters["lost_pushes"].inc(event.staleness, tags=tags)
             if event.kind in ("push", "dropped"):
                 last[event.worker] = event
                 if event.seconds > 0:
                     self._seconds.observe(event.seconds, tags=tags)
         for worker, event in last.items():
             tags = {"worker": str(worker), "server": str(server)}
-            values = (event.local_step, event.round, event.staleness, event.bytes)
-            values += (event.pulled,)
-            for name, value in zip(GAUGES, values, strict=True):
-                self._gauges[name].set(value, tags=tags)
+            for name, (field, _) in GAUGES.items():
+                self._gauges[name].set(getattr(event, field), tags=tags)

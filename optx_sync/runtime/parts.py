@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the parameters: when each is exchanged, and on which server it lives."""
 
-import math
 import zlib
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,9 @@ import numpy as np
 from optx_sync.center.fragments import Fragments, Partition, number_of_parts
 from optx_sync.center.worker import start_center
 from optx_sync.checks import integer
+from optx_sync.meetings.coded import bytes_of
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
-
-# An array or a `jax.ShapeDtypeStruct`.
-Shaped: TypeAlias = Any
 
 
 class Layout(NamedTuple):
@@ -41,19 +38,13 @@ class Layout(NamedTuple):
     def join(self, parts: dict[int, Arrays], shapes: Tree) -> Tree:
         """The tree made of these parts, as new JAX arrays in the parameters' dtypes."""
         trees = {
-            part: Variables(self.pick(shapes, part)).tree(
-                {path: jnp.array(array, copy=True) for path, array in arrays.items()}
-            )
+            part: jax.tree.map(jnp.array, tree_of(arrays, self.pick(shapes, part)))
             for part, arrays in parts.items()
         }
         if len(self.owners) == 1:
             return trees[0]
-        dtypes = {
-            path: x.dtype for arrays in parts.values() for path, x in arrays.items()
-        }
-        tree = jax.tree_util.tree_map_with_path(
-            lambda path, x: jnp.zeros(x.shape, dtypes[path_name(path)]), shapes
-        )
+        center = jax.eval_shape(start_center, shapes)
+        tree = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), center)
         for part, values in trees.items():
             tree = self.whole.put(tree, part, values)
         return tree
@@ -79,16 +70,16 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
     integer("num_servers", num_servers, "Pass for example 1.")
     number = number_of_parts(fragments)
     if number == 1 and num_servers > 1:
-        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        pairs = jax.tree_util.tree_leaves_with_path(shapes)
+        leaves = {path_name(path): leaf for path, leaf in pairs}
         if num_servers > len(leaves):
             raise ValueError(
                 f"{len(leaves)} variables cannot be split among {num_servers} servers: "
                 "each needs one or more. Pass a smaller num_servers."
             )
-        owner = _evenly([_bytes_of(leaf) for _, leaf in leaves], num_servers)
-        paths = [path_name(path) for path, _ in leaves]
-        of_path = dict(zip(paths, owner, strict=True))
-        whole = Partition(lambda path, leaf: of_path[path_name(path)], shapes)
+        owners = _evenly([*map(bytes_of, leaves.values())], num_servers)
+        owner = dict(zip(leaves, owners, strict=True))
+        whole = Partition(lambda path, _: owner[path_name(path)], shapes)
         servers = tuple(range(num_servers))
         return Layout(whole, (servers,), servers)
     whole = Partition(fragments, shapes)
@@ -98,11 +89,23 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
             "each needs one or more. Pass a smaller num_servers, or more fragments."
         )
     turns = tuple((part,) for part in range(whole.number))
-    if num_servers == 1:
-        return Layout(whole, turns, (0,) * whole.number)
-    sizes = [whole.pick(shapes, part) for part in range(whole.number)]
-    sizes = [sum(map(_bytes_of, jax.tree.leaves(part))) for part in sizes]
+    sizes = [*map(bytes_of, whole.split(shapes))]
     return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
+
+
+def shapes_of(params: Tree) -> Tree:
+    """The shapes of the parameters; a TypeError for what workers cannot exchange."""
+    jax.eval_shape(start_center, params)
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)), params
+    )
+
+
+def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
+    """A tree of received arrays: views, which the next message overwrites."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: np.asarray(arrays[path_name(path)]), shapes
+    )
 
 
 class Variables:
@@ -131,7 +134,3 @@ def _evenly(sizes: list[int], number: int) -> list[int]:
         full[owner[i]] += sizes[i]
         filled[owner[i]] += 1
     return owner
-
-
-def _bytes_of(x: Shaped) -> int:
-    return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize

@@ -18,7 +18,7 @@ a new epoch. It turns away messages of another epoch, and says which push of eac
 survived. So the worker knows what is lost, and reports it.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # (incarnation, serial); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
@@ -56,6 +56,13 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     """The book of a server that starts."""
     entries = (Entry((Place(),) * parts),) * workers
     return Book(entries, epoch, every, handed=epoch)
+
+
+def entry_of(saved: list[Any]) -> Entry:
+    """An entry as JSON gives it back, without tuples."""
+    places, *rest = saved
+    of_parts = (Place(number, tuple(last), used) for number, last, used in places)
+    return Entry(tuple(of_parts), *rest)
 
 
 # Requests to a server.
@@ -318,11 +325,9 @@ def _resumed(client: Client, answer: Turned) -> Client:
     for part, place in enumerate(answer.entry.places):
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
-        if not client.lines:  # It has sent this server no request yet.
-            serial = applied or place.round
-            lines.append(Line(serial, place.round, place.used, place.used))
-            continue
-        line = client.lines[part]
+        # Without lines it has sent this server no request yet.
+        new = Line(applied or place.round, place.round, place.used, place.used)
+        line = client.lines[part] if client.lines else new
         # Whether the push that is sent again had been applied.
         had = (
             client.sending[:1] == (part,) and applied < client.sending[1] <= line.serial
@@ -330,9 +335,6 @@ def _resumed(client: Client, answer: Turned) -> Client:
         lost += max(line.used - max(place.used, line.base) - had, 0)
         base, serial = min(line.base, place.used), max(line.serial, applied)
         lines.append(Line(serial, place.round, place.used, base))
-    return client._replace(
-        epoch=answer.epoch,
-        lines=tuple(lines),
-        lost=lost,
-        phase="send" if client.sending else client.phase,
-    )
+    phase = "send" if client.sending else client.phase
+    client = client._replace(epoch=answer.epoch, lines=tuple(lines), lost=lost)
+    return client._replace(phase=phase)

@@ -25,18 +25,11 @@ from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.display import (
-    OF_EACH_SERVER,
-    PUSHES,
-    Display,
-    History,
-    Seen,
-    log,
-)
+from optx_sync.runtime.display import Display, History, Seen, is_told, log
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
-from optx_sync.runtime.parts import lay_out
+from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
@@ -45,7 +38,7 @@ from optx_sync.runtime.ray_actors import (
     start_servers,
 )
 from optx_sync.runtime.samples import Samples
-from optx_sync.runtime.worker import Worker, shapes_of
+from optx_sync.runtime.worker import Worker
 from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
@@ -161,19 +154,17 @@ def run(
         agreement = alone.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
-        meet,
+        meet, num_servers,
     )  # fmt: skip
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
-    limits = _checked(
-        _Limits(
-            max_failures, worker_timeout, total_steps, resources_per_worker,
-            processes_per_worker,
-        )
-    )  # fmt: skip
+    limits = _Limits(
+        max_failures, worker_timeout, total_steps, resources_per_worker,
+        processes_per_worker,
+    ).checked()  # fmt: skip
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
-    turns = lay_out(shapes, way.fragments, num_servers if way.of_center else 1).turns
+    turns = lay_out(shapes, way.fragments, num_servers).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(
@@ -185,7 +176,6 @@ def run(
         connection = start_servers(
             params,
             agreement,
-            num_servers=num_servers,
             inner=inner,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
@@ -195,11 +185,7 @@ def run(
         )
         for actor in connection.servers:
             ends.callback(ray.kill, actor)
-        options = {
-            **settings._asdict(),
-            "num_servers": num_servers,
-            "synchronous": synchronous,
-        }
+        options = {**settings._asdict(), "synchronous": synchronous}
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)
 
@@ -213,24 +199,23 @@ class _Limits(NamedTuple):
     needs: Any = None  # of each resource, how much a worker's process takes
     processes: int = 1  # of each worker
 
-
-def _checked(limits: _Limits) -> _Limits:
-    integer("max_failures", limits.max_failures, "Pass how many, or 0.", 0)
-    integer("processes_per_worker", limits.processes, "Pass how many, or 1.")
-    if limits.total_steps is not None:
-        integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
-    if limits.worker_timeout is not None:
-        mend = "Pass seconds, or None."
-        interval("[0.001, inf]", mend, worker_timeout=limits.worker_timeout)
-    if not isinstance(limits.needs, Mapping | None):
-        raise TypeError(
-            "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
-            f"{brief(limits.needs)}."
-        )
-    needs = {"CPU": 1.0, **(limits.needs or {})}
-    named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
-    interval("[0, inf)", "Pass how much of it each worker takes.", **named)
-    return limits._replace(needs=needs)
+    def checked(self) -> "_Limits":
+        integer("max_failures", self.max_failures, "Pass how many, or 0.", 0)
+        integer("processes_per_worker", self.processes, "Pass how many, or 1.")
+        if self.total_steps is not None:
+            integer("total_steps", self.total_steps, "Pass each worker's, or None.")
+        if self.worker_timeout is not None:
+            mend = "Pass seconds, or None."
+            interval("[0.001, inf]", mend, worker_timeout=self.worker_timeout)
+        if not isinstance(self.needs, Mapping | None):
+            raise TypeError(
+                "resources_per_worker must be a dict such as {'CPU': 1, 'GPU': 1}; got "
+                f"{brief(self.needs)}."
+            )
+        needs = {"CPU": 1.0, **(self.needs or {})}
+        named = {f"resources_per_worker[{name!r}]": needs[name] for name in needs}
+        interval("[0, inf)", "Pass how much of it each worker takes.", **named)
+        return self._replace(needs=needs)
 
 
 def _supervised(
@@ -242,10 +227,7 @@ def _supervised(
     limits: _Limits,
 ) -> tuple[Tree, History]:
     """Run the workers until all have returned, and show events."""
-    with (
-        Display(num_workers, limits.total_steps) as display,
-        _sigterm_as_sigint(),
-    ):
+    with Display(num_workers, limits.total_steps) as display, _sigterm_as_sigint():
         events = _Events(connection, display)
         supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
         begin, ended = time.monotonic(), "has ended"
@@ -422,11 +404,8 @@ class _Supervisor:
             # All have a place or none: two halves would wait for each other's rest.
             util = self.ray.util
             self.together[index] = util.placement_group([self.limits.needs] * count)
-            takes["scheduling_strategy"] = (
-                util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self.together[index]
-                )
-            )
+            among = util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            takes["scheduling_strategy"] = among(self.together[index])
         actor = self.ray.remote(WorkerActor).options(
             **RESTARTABLE, **takes, resources=needs
         )
@@ -532,9 +511,8 @@ class _Supervisor:
             seconds = self.events.silence_of(index)
             waits = index in self.placing or index in self.hung
             if seconds > limit and not waits:
-                self.hung[index] = (
-                    f"It was killed: no server heard of it for {limit:g} s."
-                )
+                why = f"It was killed: no server heard of it for {limit:g} s."
+                self.hung[index] = why
                 for actor in self.actors[index]:
                     self.ray.kill(actor)
 
@@ -580,8 +558,8 @@ class _Events:
         self._display = display
         # The names of the servers' processes, and the number of events from each.
         self.places = [("", 0) for _ in self._servers]
-        self._asked: dict[int, object] = {}
-        self._since: dict[int, float] = {}
+        # Of each server, the call that it has not answered yet, and since when.
+        self._asked: dict[int, tuple[object, float]] = {}
         self._down: set[int] = set()  # servers that are being restarted
         self._steps: dict[int, int] = {}  # of each server
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -602,16 +580,16 @@ class _Events:
         new: list[Event] = []
         for number, server in enumerate(self._servers):
             if number not in self._asked:
-                self._asked[number] = server.call.remote("news", *self.places[number])
-                self._since[number] = time.monotonic()
-        references = list(self._asked.values())
+                news = server.call.remote("news", *self.places[number])
+                self._asked[number] = news, time.monotonic()
+        references = [reference for reference, _ in self._asked.values()]
         seconds = SILENCE_SECONDS if wait else 0.02
         ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
-        for number, reference in list(self._asked.items()):
+        for number, (reference, since) in list(self._asked.items()):
             if reference not in ready:
                 continue
             del self._asked[number]
-            idle = self._since[number] - self._answered[number]
+            idle = since - self._answered[number]
             self._answered[number] = time.monotonic()
             try:
                 found = ray.get(reference)
@@ -640,20 +618,12 @@ class _Events:
             for event in events:
                 if event.kind in ("push", "dropped"):
                     self.met[event.worker][event.part] += 1
-            name, since = self.places[number]
-            self.places[number] = (boot, len(events) + (since if boot == name else 0))
+            name, before = self.places[number]
+            self.places[number] = (boot, len(events) + (before if boot == name else 0))
             self._metrics.add(number, events)
             if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
                 events = [self._of_all(number, event) for event in events]
-            # Of parts that are pushed in the same round, keep the event of the first;
-            # of events that are no pushes, those of the first server.
-            new += [
-                event
-                for event in events
-                if event.kind in OF_EACH_SERVER
-                or (event.part in self._tell_of and event.kind in PUSHES)
-                or (number == 0 and event.kind not in PUSHES)
-            ]
+            new += [x for x in events if is_told(x, number == 0, self._tell_of)]
         new.sort(key=lambda event: event.time)
         self._tell(new)
 
@@ -675,13 +645,8 @@ class _Events:
     def lost(self, worker: int, reason: str) -> None:
         """Add the event of a worker that died."""
         last = self.seen.last.get(worker)
-        lost = Event("lost", worker, 0, 0, 0, 0, time.time(), {}, reason)
-        if last is not None:
-            lost = lost._replace(
-                round=last.round,
-                local_step=last.local_step,
-                global_step=last.global_step,
-            )
+        at = (last.round, last.local_step, last.global_step) if last else (0, 0, 0)
+        lost = Event("lost", worker, *at, 0, time.time(), {}, reason)
         self._metrics.add(0, [lost])
         self._tell([lost])
 
@@ -706,17 +671,14 @@ class _Events:
         last = self.seen.last.get(worker)
         if last is None:
             return f"worker {worker} ({self.seen.state(worker)}, no push yet)"
-        seconds = time.time() - last.time
-        return (
-            f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "
-            f"{last.local_step}"
-        )
+        ago = f"{time.time() - last.time:.0f} s ago at its step {last.local_step}"
+        return f"worker {worker}, whose last push was {ago}"
 
     def silent_servers(self) -> list[str]:
         """The servers that have not answered for a long time."""
         now = time.monotonic()
         return [
             f"server {number}, which has not answered for {now - since:.0f} s"
-            for number, since in self._since.items()
-            if number in self._asked and now - since > SILENCE_SECONDS / 2
+            for number, (_, since) in self._asked.items()
+            if now - since > SILENCE_SECONDS / 2
         ]

@@ -28,19 +28,15 @@ from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.checkpoints import (
-    Checkpoints,
-    folders_of_servers,
-    set_aside,
-)
+from optx_sync.runtime.checkpoints import Checkpoints, folders_of_servers, set_aside
 from optx_sync.runtime.group import GroupConnection
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.parts import Layout, lay_out, shapes_of
 from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import Line, Unseen
-from optx_sync.runtime.worker import Preempted, Worker, shapes_of
+from optx_sync.runtime.worker import Preempted, Worker
 from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -98,23 +94,18 @@ def start_servers(
     shapes = shapes_of(params)
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
-        meet,
+        meet, num_servers,
     )  # fmt: skip
     way = way_of(agreement, settings)
-    if num_servers != 1 and not way.of_center:
-        raise ValueError(
-            "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
-            f"server; got num_servers={num_servers}. Pass num_servers=1."
-        )
     lay_out(shapes, way.fragments, num_servers)  # Refuses what cannot be split.
     if checkpoint_dir is not None:
         _look_at(checkpoint_dir, num_servers, resume)
-    options = {
-        "num_cpus": 0,
-        "max_restarts": 0 if checkpoint_dir is None else -1,
+    actor = ray.remote(ServerActor).options(
+        num_cpus=0,
+        max_restarts=0 if checkpoint_dir is None else -1,
         # Threads: a worker that waits must not keep others from pushing.
-        "max_concurrency": 4 * num_workers + 8 if way.waits else 1,
-    }
+        max_concurrency=4 * num_workers + 8 if way.waits else 1,
+    )
     servers = []
     for number in range(num_servers):
         given = {
@@ -124,12 +115,10 @@ def start_servers(
             "copy_replies": way.waits,
             "samples": None if number else samples,
             "number": number,
-            "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
             below = Checkpoints.path_of(checkpoint_dir) / f"server_{number}"
             given["checkpoint_dir"] = str(below)
-        actor = ray.remote(ServerActor).options(**options)
         # Shapes alone: Ray keeps an actor's arguments for its restarts.
         with naming_what_cannot_be_sent(agreement=agreement, **given):
             servers.append(actor.remote(shapes, agreement, given))
@@ -176,10 +165,10 @@ class RayConnection:
         fragments: Fragments,
         saved_in: str | None,
     ):
+        self._given: tuple[object, ...] = servers, shapes, fragments, saved_in
         self.servers = servers
-        self._shapes = shapes
-        self._fragments = fragments
         self.saved_in = saved_in
+        self._shapes = shapes
         # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
         self._lines: dict[tuple[int, int], Line] = {}
@@ -187,8 +176,7 @@ class RayConnection:
         self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        given = self.servers, self._shapes, self._fragments, self.saved_in
-        return RayConnection, given
+        return RayConnection, self._given
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
@@ -243,7 +231,7 @@ class RayConnection:
             after, reply = talk.end()
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
-            self._clients[key] = self.with_news(after, number)
+            self._clients[key] = _with_news(after, self._clients.get(key, after))
             if after.phase == "refused":
                 raise PushRefused(refusal(after.message))
             return reply._replace(round=push.round, lost=after.lost)
@@ -275,20 +263,6 @@ class RayConnection:
         """See `Server.leaves`."""
         return told
 
-    def with_news(self, client: Client, server: int) -> Client:
-        """A client with what others of the same worker have heard of its pushes."""
-        newest = self._clients.get((client.worker, server), client)
-        if newest.incarnation != client.incarnation:
-            return client
-        return client._replace(lines=newest.lines, epoch=newest.epoch)
-
-    def note(self, client: Client, server: int) -> None:
-        """Let the others know what a client has heard."""
-        newest = self._clients.get((client.worker, server))
-        if newest is not None and newest.incarnation == client.incarnation:
-            news = newest._replace(lines=client.lines, epoch=client.epoch)
-            self._clients[client.worker, server] = news
-
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
         self.call("leave", worker)
@@ -307,24 +281,6 @@ class RayConnection:
     def checkpoint(self) -> None:
         """All servers save their parts."""
         self.call("checkpoint")
-
-    def ask(
-        self, server: int, client: Client, push: Push | None, line: Line | None
-    ) -> tuple[Line, Any]:
-        """Send a client's request: the line that was used, and Ray's reference."""
-        line = line or self._lines.setdefault((client.worker, server), Line())
-        if line.busy:  # Its memory holds an answer that has not been read.
-            line = Line()
-        request = protocol.wants(client)
-        sent = push if isinstance(request, Send) else None
-        message, line.busy = line.packed((request, sent)), True
-        if line.is_open:
-            try:
-                line.say(message)
-                return line, None
-            except OSError:  # The server died: ask through Ray, which restarts it.
-                line.hang_up()
-        return line, self.servers[server].handle.remote(client.worker, message)
 
     def _converse(self, server: int, client: Client) -> tuple[Client, Any]:
         """Complete a client's operation; return what the last answer brought."""
@@ -382,6 +338,7 @@ class _Conversation:
         push: Push | None = None,
     ):
         self._connection, self._server, self._client = connection, server, client
+        self._key: tuple[int, int] = client.worker, server
         self._push = push  # of an operation that sends one
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
@@ -420,9 +377,24 @@ class _Conversation:
         return True
 
     def _ask(self) -> tuple[Line, Any]:
-        if self._asked is None:
-            ask = self._connection.ask
-            self._asked = ask(self._server, self._client, self._push, self._line)
+        """Send a request, if none is under way: its line, and Ray's reference."""
+        if self._asked is not None:
+            return self._asked
+        line = self._line or self._connection._lines.setdefault(self._key, Line())
+        if line.busy:  # Its memory holds an answer that has not been read.
+            line = Line()
+        request, reference = protocol.wants(self._client), None
+        push = self._push if isinstance(request, Send) else None
+        message, line.busy = line.packed((request, push)), True
+        if line.is_open:
+            try:
+                line.say(message)
+            except OSError:  # The server died: ask through Ray, which restarts it.
+                line.hang_up()
+        if not line.is_open:
+            handle = self._connection.servers[self._server].handle
+            reference = handle.remote(self._client.worker, message)
+        self._asked = line, reference
         return self._asked
 
     def _hear(self) -> None:
@@ -442,16 +414,24 @@ class _Conversation:
         except (EOFError, OSError):  # The server died: ask through Ray.
             pass
         else:
-            before = self._connection.with_news(self._client, self._server)
-            client = protocol.hears(before, answer)
-            self._connection.note(client, self._server)
-            if came is not None:
-                self._payload = came
-            self._client = client
+            # Other pushes of the same worker have heard of its parts meanwhile.
+            others = self._connection._clients
+            newest = others.get(self._key, self._client)
+            client = protocol.hears(_with_news(self._client, newest), answer)
+            if self._key in others:
+                others[self._key] = _with_news(newest, client)
+            self._client, self._payload = client, came or self._payload
         finally:
             line.busy = False
             if not heard:  # A late answer must not reach the next request.
                 line.hang_up()
+
+
+def _with_news(client: Client, newest: Client) -> Client:
+    """A client with what another one of its worker has heard of their pushes."""
+    if newest.incarnation != client.incarnation:
+        return client
+    return client._replace(lines=newest.lines, epoch=newest.epoch)
 
 
 class ServerActor:
@@ -467,17 +447,16 @@ class ServerActor:
         self._start(shapes)  # One that died comes back before anybody asks.
 
     def _start(self, params: Tree) -> None:
-        self._server: Server | None = None
         self._error: Exception | None = None
         try:
-            self._server = self._made(params)
+            self._server: Server = self._made(params)
         except Exception as error:
             # Calls return it: Ray would restart an actor that dies here.
             self._error = error
 
     def begin(self, params: Tree) -> object:
         """Start from the parameters, where no checkpoint has been found."""
-        if self._server is None:
+        if self._error is not None:
             self._start(params)
             return self._error
         return self.call("check_writable")

@@ -2,7 +2,6 @@
 """Ranges of samples that workers lease, so that each sample of an epoch counts once."""
 
 import dataclasses
-import heapq
 from typing import Any, NamedTuple
 
 from optx_sync.checks import integer
@@ -68,10 +67,10 @@ class Samples:
 class Ledger:
     """Who holds which range, at the first server: a range is free, held, or done."""
 
-    def __init__(self, samples: Samples):
+    def __init__(self, samples: Samples | None):
         self.samples = samples
         self._next: int = 0  # ranges from this one on have not been handed out
-        self._free: list[int] = []  # of those before it
+        self._free: set[int] = set()  # of those before it
         self._held: dict[int, int] = {}  # range -> worker
         # After a restore: workers that have not said yet what they hold.
         self.silent: set[int] = set()
@@ -85,16 +84,22 @@ class Ledger:
             holds: The ranges that the worker has and that were not absorbed, as far as
                 it knows.
         """
+        if (samples := self.samples) is None:
+            raise ValueError(
+                "There are no samples to lease. Pass samples=oxs.runtime.Samples("
+                "total, batch) to run."
+            )
         self._settle(worker, holds)
         if self.silent:
             return None
-        found = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
-        end = self.samples.ranges * self.samples.epochs
+        found = sorted(self._free)[:count]
+        self._free -= {*found}
+        end = samples.ranges * samples.epochs
         while len(found) < count and self._next < end:
             found.append(self._next)
             self._next += 1
         self._held |= dict.fromkeys(found, worker)
-        return [self.samples.lease(number) for number in found]
+        return [samples.lease(number) for number in found]
 
     def _settle(self, worker: int, holds: list[int]) -> None:
         """Take a worker's word for what it holds.
@@ -113,19 +118,15 @@ class Ledger:
     def _is_open(self, number: int) -> bool:
         """Take a range out of the free ones, if it is not done and nobody holds it."""
         if number >= self._next:
-            self._free += range(self._next, number)
-            heapq.heapify(self._free)
+            self._free |= {*range(self._next, number + 1)}
             self._next = number + 1
-            return True
-        if number not in self._free:
-            return False
-        self._free.remove(number)
-        heapq.heapify(self._free)
-        return True
+        is_free = number in self._free
+        self._free.discard(number)
+        return is_free
 
     def _give_back(self, number: int) -> None:
         del self._held[number]
-        heapq.heappush(self._free, number)
+        self._free.add(number)
 
     def absorbed(self, numbers: tuple[int, ...]) -> None:
         """These ranges are done."""
@@ -145,11 +146,12 @@ class Ledger:
 
     def saved(self) -> list[Any]:
         """The ledger as JSON."""
-        return [self._next, self._free, list(self._held.items())]
+        return [self._next, sorted(self._free), list(self._held.items())]
 
     def restore(self, saved: list[Any], alive: set[int]) -> None:
         """Go on from what was saved, with these workers, who may hold more since."""
-        self._next, self._free, held = saved
-        self._held, self.silent = dict(map(tuple, held)), alive
+        self._next, free, held = saved
+        self._free, self.silent = set(free), alive
+        self._held = dict(map(tuple, held))
         for worker in {*self._held.values()} - alive:
             self.gone(worker)

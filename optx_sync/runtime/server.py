@@ -9,7 +9,6 @@ applied once however often it is sent. `protocol` decides what is applied when;
 import pathlib
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,7 @@ from optx_sync.runtime.messages import (
     Reply,
 )
 from optx_sync.runtime.parts import Layout, lay_out
-from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
+from optx_sync.runtime.protocol import Answer, Book, Request
 from optx_sync.runtime.samples import Lease, Ledger, Samples
 from optx_sync.trees import Tree
 
@@ -119,7 +118,7 @@ class Server:
     ):
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange, meet,
+            pull_exchange, meet, num_servers,
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
@@ -143,41 +142,36 @@ class Server:
             if not resume and folder.exists() and any(folder.iterdir()):
                 set_aside(folder)
             self._checkpoints = Checkpoints(folder)
-        self._book: Book = protocol.new_book(
-            num_workers,
-            len(self.parts),
-            time.time_ns(),  # A later start has a higher number.
-            checkpoint_every if self._checkpoints else 0,
-        )
+        every = checkpoint_every if self._checkpoints else 0
+        epoch = time.time_ns()  # A later start has a higher number.
+        self._book: Book = protocol.new_book(num_workers, len(self.parts), epoch, every)
         self._local_steps: list[int] = [0] * num_workers
         # For each worker's successor: notes of its program.
         self._places: list[str] = [""] * num_workers
         self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
-        # Workers whose programs have ended.
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # workers whose programs have ended
         self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
-        self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
-        self._ledger: Ledger | None = None if samples is None else Ledger(samples)
-        picked = {part: self.layout.pick(params, part) for part in self.parts}
+        self._ledger: Ledger = Ledger(samples)
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
         if not comes_back:
             self.check_writable()
-        if self._go_on(picked, comes_back):
+        if self._go_on(comes_back):
             return
         if comes_back:
             raise RuntimeError(
                 "A server died, and the center with it: "
                 f"checkpoint_dir={str(checkpoint_dir)!r} holds no checkpoint any more."
             )
-        self._held = [self._serve(picked[part]) for part in self.parts]
+        picked = (self.layout.pick(params, part) for part in self.parts)
+        self._held = [*map(self._serve, picked)]
         self._save()  # From now on there is a checkpoint to restore.
-        self._note("started", -1)
+        self._note("started")
 
     def check_writable(self) -> None:
         """Refuse to begin a run that cannot save; one that comes back goes on."""
@@ -204,8 +198,7 @@ class Server:
             if worker not in self._left:
                 self._left.add(worker)
                 self._note("left", worker)
-                if self._ledger is not None:
-                    self._ledger.gone(worker)
+                self._ledger.gone(worker)
             for held in self._held:
                 held.release(self._left)
             self._changed.notify_all()
@@ -244,12 +237,11 @@ class Server:
             reply = self.push(push)
         except PushRefused as error:
             return Pending(_raising(error))
-        if not reply.waiting:
-            return Pending(lambda: reply)
 
         def wait():
-            while (late := self.wait(push.worker, part=push.part)).waiting:
-                pass
+            late = reply
+            while late.waiting:
+                late = self.wait(push.worker, part=push.part)
             return late._replace(staleness=reply.staleness)
 
         def is_there():
@@ -291,11 +283,6 @@ class Server:
     ) -> list[Lease] | None:
         """Hand out ranges of samples; `None`: ask again soon. See `Ledger.lease`."""
         with self._changed:
-            if self._ledger is None:
-                raise ValueError(
-                    "There are no samples to lease. Pass samples=oxs.runtime.Samples("
-                    "total, batch) to run."
-                )
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
             return self._ledger.lease(worker, holds, count)
@@ -350,11 +337,12 @@ class Server:
                 said, held.short = held.short, ()
                 for what in said:
                     what = f"A meeting of part {part} is short: {what}."
-                    self._note("short", -1, message=what)
-            since = since if boot == self._boot else 0
+                    self._note("short", message=what)
+            name = str(self._book.epoch)
+            since = since if boot == name else 0
             del self._events[: max(since - self._forgotten, 0)]
             self._forgotten = max(self._forgotten, since)
-            return self._boot, list(self._events)
+            return name, list(self._events)
 
     def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
         """`events`, and how many requests of each worker this server has heard."""
@@ -388,23 +376,19 @@ class Server:
                 self._changed.notify_all()
 
     def _handle(self, request: Request, push: Push | None) -> tuple[Answer, Any]:
-        problem = self._unknown(request.worker)
+        worker = request.worker
+        problem = self._unknown(worker)
         if push is not None:  # The whole push is checked before anything changes.
             problem = problem or push.problem()
             if not problem and push.part not in self.parts:
                 problem = f"part {push.part} does not live here, but {self.parts}."
-        if problem and push is not None:
-            return self._refuse(push, problem), None
         if problem:
-            return protocol.Refused(problem), None
-        self._heard[request.worker] += 1
+            return self._refuse(push, problem), None
+        self._heard[worker] += 1
         book, answer, applies = protocol.decide(self._book, request)
-        worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
-            if push is not None:
-                self._refuse(push, answer.message)
-            return answer, None
-        if isinstance(answer, protocol.Turned):
+            self._refuse(push, answer.message)
+        if not isinstance(answer, protocol.Standing):
             return answer, None
         if applies and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
@@ -417,7 +401,7 @@ class Server:
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
             case protocol.Send():
-                self._note("retry", worker, push=push)
+                self._note("retry", worker, push)
         reply = self._reply_again(worker, request.part)
         return answer._replace(busy=reply.waiting), reply
 
@@ -429,19 +413,13 @@ class Server:
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
-        if self._ledger is not None:
-            self._ledger.gone(worker)
+        self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
             parts[part] = JoinedPart(held.current(), place.round, held.global_step)
-        return Joined(
-            parts,
-            self._local_steps[worker],
-            entry.joins - 1,
-            entry.incarnation,
-            self._places[worker],
-        )
+        step, place = self._local_steps[worker], self._places[worker]
+        return Joined(parts, step, entry.joins - 1, entry.incarnation, place)
 
     def _apply(
         self, request: protocol.Send, push: Push | None, book: Book
@@ -451,18 +429,17 @@ class Server:
         if self._ended:  # This is no fault of the worker, and so no event.
             return protocol.Refused("the run has ended."), None
         worker, held = push.worker, self._held[request.part]
-        problem, sizes, arrays = held.expected.read(push.arrays)
-        if problem:
-            return self._refuse(push, f"{problem} {_of(push)}"), None
         staleness = held.staleness(worker)
-        reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
-        if reply is None:  # The push was not applied.
-            message = f"the center would overflow {_of(push)}"
+        try:
+            arrays, sizes = held.expected.read(push.arrays)
+            reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
+        except PushRefused as error:
+            message = f"{error} (round {push.round} of worker {worker})"
             return self._refuse(push, message), None
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
-        if self._ledger is not None:
+        if self._ledger.samples is not None:
             settle = self._ledger.absorbed if reply.used else self._ledger.dropped
             settle(push.leases)
         held.release(self._left)
@@ -470,10 +447,9 @@ class Server:
         self._places[worker] = push.place
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
-            self._note("rolled_back", worker, push.lost, message=message)
-        pulled = bytes_of(reply.arrays)
-        kind = "push" if reply.used else "dropped"
-        self._note(kind, worker, staleness, push, pulled=pulled)
+            self._note("rolled_back", worker, staleness=int(push.lost), message=message)
+        kind, pulled = "push" if reply.used else "dropped", bytes_of(reply.arrays)
+        self._note(kind, worker, push, staleness=int(staleness), pulled=pulled)
         if protocol.is_due(book):
             self._save()
         number = book.entries[worker].places[request.part].round
@@ -485,35 +461,33 @@ class Server:
     def _save(self) -> None:
         if self._checkpoints is None:
             return
-        arrays, notes = {}, []
+        arrays, of_parts = {}, []
         for part, held in zip(self.parts, self._held, strict=True):
             arrays[f"part_{part}"], more = held.save()
             made_by = held.describe(), self.layout.mark(self._like, part)
-            notes.append({**more, "made_by": made_by})
+            of_parts.append({**more, "made_by": made_by})
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
+        notes = {
+            "parts": of_parts,
+            "entries": self._book.entries,
+            "local_steps_of_workers": self._local_steps,
+            "places_of_workers": self._places,
+        }
+        if self._ledger.samples is not None:
+            notes["ledger"] = self._ledger.saved()
         try:
-            self._checkpoints.save(
-                number,
-                arrays,
-                {
-                    "parts": notes,
-                    "entries": self._book.entries,
-                    "local_steps_of_workers": self._local_steps,
-                    "places_of_workers": self._places,
-                    **({"ledger": self._ledger.saved()} if self._ledger else {}),
-                },
-            )
+            self._checkpoints.save(number, arrays, notes)
         except Exception as error:  # A full disk, for example: try again later.
-            self._note("unsaved", -1, message=f"Checkpoint {number}: {error}"[:500])
+            self._note("unsaved", message=f"Checkpoint {number}: {error}"[:500])
             return
         old = self._book.saved
         self._book = protocol.saved(self._book, number)
-        self._note("saved", -1)
+        self._note("saved")
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
-    def _go_on(self, picked: dict[int, Tree], comes_back: bool) -> bool:
+    def _go_on(self, comes_back: bool) -> bool:
         """Restore the newest checkpoint that can be read."""
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -527,25 +501,18 @@ class Server:
                 continue
             newest = max((*numbers, *checkpoints.damaged()))
             self._book = self._book._replace(number=newest)
-            self._read(arrays, notes, picked)
+            self._read(arrays, notes)
             for one, error in damaged:
                 checkpoints.put_aside(one)
-                self._note("damaged", -1, message=f"{error} An earlier one is taken.")
-            entries = tuple(
-                Entry(
-                    tuple(Place(r, tuple(last), used) for r, last, used in places),
-                    incarnation,
-                    joins,
-                )
-                for places, incarnation, joins in notes["entries"]
-            )
+                self._note("damaged", message=f"{error} An earlier one is taken.")
+            entries = tuple(map(protocol.entry_of, notes["entries"]))
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)
-            if self._ledger is not None and "ledger" in notes:
+            if self._ledger.samples is not None and "ledger" in notes:
                 joined = {w for w, entry in enumerate(entries) if entry.incarnation}
                 self._ledger.restore(notes["ledger"], joined if comes_back else set())
-            self._note("restored", -1, message=f"from {checkpoints.folder}/{number}")
+            self._note("restored", message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():
             those = "; ".join(str(error) for _, error in damaged)
@@ -556,9 +523,7 @@ class Server:
             )
         return False
 
-    def _read(
-        self, arrays: dict[str, Arrays], notes: Notes, picked: dict[int, Tree]
-    ) -> None:
+    def _read(self, arrays: dict[str, Any], notes: Notes) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
         if len(notes["entries"]) != self.num_workers and not self._resizes:
             raise ValueError(
@@ -571,12 +536,11 @@ class Server:
                 f"The checkpoint holds {sorted(arrays)}, and this server has "
                 f"{sorted(names)}: it was saved with other fragments. {other}"
             )
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), picked)
-        self._held = [self._serve(zeros[part]) for part in self.parts]
-        for part, held, note in zip(
-            self.parts, self._held, notes["parts"], strict=True
-        ):
-            of_part = arrays[f"part_{part}"]
+        for part, note in zip(self.parts, notes["parts"], strict=True):
+            shapes, of_part = self.layout.pick(self._like, part), arrays[f"part_{part}"]
+            held = self._serve(
+                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            )
             made_by = [held.describe(), self.layout.mark(self._like, part)]
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
@@ -594,6 +558,7 @@ class Server:
                     "resume=False to start afresh."
                 )
             held.load(of_part, note)
+            self._held.append(held)
         self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
         self._places = self._sized(notes["places_of_workers"], "")
 
@@ -604,51 +569,44 @@ class Server:
 
     # Events and messages.
 
-    def _refuse(self, push: Push, message: str) -> protocol.Refused:
-        known = not self._unknown(push.worker)
-        if known:
-            self.refused[push.worker] += 1
-        self._note("refused", push.worker if known else -1, message=message)
+    def _refuse(self, push: Push | None, message: str) -> protocol.Refused:
+        """Count and tell of a push that is refused."""
+        if push is not None:
+            known = not self._unknown(push.worker)
+            if known:
+                self.refused[push.worker] += 1
+            self._note("refused", push.worker if known else -1, message=message)
         return protocol.Refused(message)
 
-    def _unknown(self, worker: object) -> str:
-        is_integer = isinstance(worker, int | np.integer)
-        if is_integer and not isinstance(worker, bool):
-            if 0 <= worker < self.num_workers:
-                return ""
+    def _unknown(self, worker: Any) -> str:
+        known = isinstance(worker, int | np.integer) and not isinstance(worker, bool)
+        if known and 0 <= worker < self.num_workers:
+            return ""
         return (
             f"There is no worker {worker!r}. Workers have the numbers 0 to "
             f"{self.num_workers - 1}."
         )
 
     def _note(
-        self,
-        kind: str,
-        worker: int,
-        staleness: int = 0,
-        push: Push | None = None,
-        message: str = "",
-        pulled: int = 0,
+        self, kind: str, worker: int = -1, push: Push | None = None, **more: Any
     ) -> None:
-        part = push.part if push else self.parts[0]
-        places = self._book.entries[worker].places
-        self._events.append(
-            Event(
-                kind=kind,
-                worker=int(worker),
-                round=places[self.parts.index(part)].round if worker >= 0 else 0,
-                local_step=int(self._local_steps[worker]) if worker >= 0 else 0,
-                global_step=self.global_step,
-                staleness=int(staleness),
-                time=time.time(),
-                shown=dict(push.shown) if push else {},
-                message=message,
-                seconds=push.seconds if push else 0.0,
-                bytes=push.bytes if push else 0,
-                part=part,
-                pulled=pulled,
+        """Add an event, of which `more` are further fields."""
+        event = Event(
+            kind, int(worker), 0, 0, self.global_step, 0, time.time(), {},
+            part=self.parts[0],
+        )._replace(**more)  # fmt: skip
+        if push is not None:
+            event = event._replace(
+                shown=dict(push.shown),
+                seconds=push.seconds,
+                bytes=push.bytes,
+                part=push.part,
             )
-        )
+        if worker >= 0:
+            place = self._book.entries[worker].places[self.parts.index(event.part)]
+            step = int(self._local_steps[worker])
+            event = event._replace(round=place.round, local_step=step)
+        self._events.append(event)
 
 
 def refusal(message: str) -> str:
@@ -661,7 +619,3 @@ def _raising(error: PushRefused) -> Callable[[], Reply]:
         raise error
 
     return answer
-
-
-def _of(push: Push) -> str:
-    return f"(round {push.round} of worker {push.worker})"

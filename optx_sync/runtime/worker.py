@@ -2,21 +2,19 @@
 """A worker of asynchronous training: local steps, and an exchange when one is due."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
-from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import bytes_of
@@ -24,7 +22,7 @@ from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.parts import Layout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
 from optx_sync.trees import Tree
 
@@ -71,12 +69,13 @@ class Preempted(SystemExit):
     """The worker was told that its machine goes: it has handed in all that it has."""
 
 
-class _Sent(NamedTuple):
+@dataclasses.dataclass
+class _Sent:
     """Pushes that are on their way."""
 
     answers: dict[int, Pending]  # by part
     tokens: dict[int, float]  # the weight of what was sent of each part
-    leases: tuple[int, ...]  # the ranges of samples that it is made of
+    leases: list[int]  # the ranges of samples that it is made of
     begin: float
 
 
@@ -165,7 +164,7 @@ class Worker:
         check_period(communication_period)
         settings = Settings(
             num_workers, communication_period, exchange, fragments, delay,
-            pull_exchange, meet,
+            pull_exchange, meet, num_servers,
         )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
@@ -175,7 +174,8 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
-        self._shared: bool = way.meet.shared
+        # Whether workers meet the center together.
+        self._shared: bool = way.of_center and way.waits
         self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True
@@ -286,12 +286,9 @@ class Worker:
     def _holds(self) -> list[int]:
         """The numbers of the ranges that are not known to be absorbed."""
         now = () if self._lease is None else (self._lease,)
-        sent = self._sent.leases if self._sent is not None else ()
-        return [
-            *(lease.number for lease in (*now, *self._leases)),
-            *self._walked,
-            *sent,
-        ]
+        sent = () if self._sent is None else self._sent.leases
+        ahead = [lease.number for lease in (*now, *self._leases)]
+        return [*ahead, *self._walked, *sent]
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -330,13 +327,16 @@ class Worker:
     def rounds(self) -> int:
         """Rounds that were absorbed, including those of the worker's predecessors."""
         turns = self.layout.turns
-        return sum(max(self._rounds[part] for part in turn) for turn in turns)
+        return sum(max(self._heard[part].round for part in turn) for turn in turns)
 
     @property
     def global_step(self) -> int:
         """The rounds of all workers, as of the last answer."""
-        turns = self.layout.turns
-        return sum(max(self._steps[part] for part in turn) for turn in turns)
+        return sum(max(map(self._met, turn)) for turn in self.layout.turns)
+
+    def _met(self, part: int) -> int:
+        """The meetings of a part, as of its last answer."""
+        return self._heard[part].global_step
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -366,14 +366,14 @@ class Worker:
         if not self._shared:
             return turns[self.rounds % len(turns)]
         # Where one has missed meetings, the parts that others meet next.
-        return min(turns, key=lambda turn: min(self._steps[part] for part in turn))
+        return min(turns, key=lambda turn: min(map(self._met, turn)))
 
     def _is_asked(self) -> bool:
         """Whether others have opened a meeting of the next parts, or met without it."""
         if self._sent is not None or not self._shared:
             return False
-        ask, met = self.connection.asked, self._steps
-        return any(ask(self.index, part, met[part]) for part in self._turn)
+        ask = self.connection.asked
+        return any(ask(self.index, part, self._met(part)) for part in self._turn)
 
     def _said(self, shown: dict[str, SupportsFloat]) -> tuple[dict[str, float], str]:
         return {k: float(value) for k, value in shown.items()}, json.dumps(self.place)
@@ -385,45 +385,45 @@ class Worker:
         pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
         self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
-        size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
-        answers, tokens = {}, {part: self._tokens[part] for part in parts}
+        size = sum(bytes_of(one.arrays) for one in outgoing.values())
+        now = self._sent or _Sent({}, {}, [], begin)
         first = [part for part in parts if not self.layout.owners[part]][:1]
         leases = tuple(self._walked) if first else ()
-        for part, (arrays, steps) in outgoing.items():
+        for part, one in outgoing.items():
+            heard = self._heard[part]
             push = Push(
                 worker=self.index,
-                round=self._rounds[part] + 1,
-                arrays=arrays,
-                steps=steps,
+                round=heard.round + 1,
+                arrays=one.arrays,
+                steps=one.steps,
                 local_step=self.local_step,
                 shown=numbers,
                 incarnation=self.incarnation,
                 seconds=self._seconds,
                 lost=self._untold,
                 bytes=size,
-                tokens=tokens[part],
+                tokens=self._tokens[part],
                 part=part,
                 place=place,
-                confirms=self._confirms[part],
-                met=self._steps[part],
+                confirms=heard.number if self._decodes else 0,
+                met=heard.global_step,
                 leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
-            answers[part] = self.connection.send(push)
+            now.answers[part] = self.connection.send(push)
+            now.tokens[part] = push.tokens
             self._tokens[part], self._untold = 0.0, 0
         if first:
             self._walked = []
-        if self._sent is not None:
-            answers = self._sent.answers | answers
-            tokens, leases = self._sent.tokens | tokens, self._sent.leases + leases
-        self._sent = _Sent(answers, tokens, leases, begin)
+        now.leases, now.begin = [*now.leases, *leases], begin
+        self._sent = now
 
     def _land(self, wait: bool = True) -> None:
         """Take the answers; without `wait` those that are there."""
-        if self._sent is None:
+        if (sent := self._sent) is None:
             return
-        answers, tokens, leases, begin = self._sent
-        refused, first = None, len(answers) == len(tokens)
+        answers, refused = sent.answers, None
+        first = len(answers) == len(sent.tokens)
         for part, answer in list(answers.items()):
             if not (wait or answer.is_there()):
                 continue
@@ -432,34 +432,26 @@ class Worker:
                 reply = answer()
             except PushRefused as error:
                 self._own.give_back(part)
-                self._tokens[part] += tokens[part]
+                self._tokens[part] += sent.tokens[part]
                 if not self.layout.owners[part]:
-                    self._walked += leases
+                    self._walked += sent.leases
                 refused = error
                 continue
-            self._hear(part, reply)
+            self._heard[part] = reply._replace(arrays={})
+            self.lost, self._untold = self.lost + reply.lost, self._untold + reply.lost
+            if reply.lost:
+                log.warning(
+                    "%d pushes of worker %d are lost: a server died, and its last "
+                    "checkpoint is older.", reply.lost, self.index,
+                )  # fmt: skip
             # A round is dropped if one of its parts is.
             self.used, first = reply.used and (first or self.used), False
             self.staleness = reply.staleness
-            self._steps[part] = reply.global_step
-            self._confirms[part] = reply.number if self._decodes else 0
             self._own.land(part, reply, self._place)
         if not answers:
-            self._sent, self._seconds = None, time.perf_counter() - begin
+            self._sent, self._seconds = None, time.perf_counter() - sent.begin
         if refused is not None:
             raise refused
-
-    def _hear(self, part: int, reply: Reply) -> None:
-        self._rounds[part] = reply.round
-        if reply.lost:
-            self.lost += reply.lost
-            self._untold += reply.lost
-            log.warning(
-                "%d pushes of worker %d are lost: a server died, and its last "
-                "checkpoint is older.",
-                reply.lost,
-                self.index,
-            )
 
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
@@ -474,12 +466,12 @@ class Worker:
         self._leases: deque[Lease] = deque()
         self._exhausted: bool = False  # whether `samples` has come to its end
         self._walked: list[int] = []
-        self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
-        self._steps: dict[int, int] = {
-            part: x.global_step for part, x in joined.parts.items()
+        # Of each part the last answer, without its arrays.
+        self._heard: dict[int, Reply] = {
+            part: Reply({}, x.global_step, 0, round=x.round)
+            for part, x in joined.parts.items()
         }
         self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
-        self._confirms: dict[int, int] = dict.fromkeys(joined.parts, 0)
         self.local_step: int = joined.local_step
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}
@@ -500,13 +492,3 @@ class Worker:
 
     def _place(self, tree: Tree) -> Tree:
         return tree if self._sharding is None else jax.device_put(tree, self._sharding)
-
-
-def shapes_of(params: Tree) -> Tree:
-    """The shapes of the parameters; a TypeError for what workers cannot exchange."""
-    shapes = jax.eval_shape(start_center, params)
-    return jax.tree.map(
-        lambda p, _: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)),
-        params,
-        shapes,
-    )

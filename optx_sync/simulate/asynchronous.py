@@ -145,8 +145,8 @@ def asynchronous(
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
         exchange: How a worker compresses its pushes, array by array; not for rules
-            whose contribution reads the center, such as `oxs.rules.elastic(...)`. `None`: not at
-            all.
+            whose contribution reads the center, such as `oxs.rules.elastic(...)`.
+            `None`: not at all.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part k
             mod P.
         delay: A worker's steps from its contribution until the center absorbs it and

@@ -246,7 +246,9 @@ def test_measures_of_a_round():
                     brought,
                     before.center,
                 )
-                squares = [np.sum(a**2, tuple(range(1, a.ndim))) for a in apart.values()]
+                squares = [
+                    np.sum(a**2, tuple(range(1, a.ndim))) for a in apart.values()
+                ]
                 found = oxs.metrics(state).distance_before_round
                 np.testing.assert_allclose(found, np.sqrt(sum(squares)), rtol=1e-5)
                 assert (oxs.metrics(state).update_norm > 0).all()

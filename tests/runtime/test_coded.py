@@ -198,7 +198,13 @@ def lacking(worker: Any, server):
 def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
     """Two workers, one of them twice as fast, in parts that travel for a step."""
     pulls, inner = CODES[name][0], optax.sgd(0.05)
-    for rule in (oxs.rules.diloco(), oxs.rules.elastic(moving_rate=0.3, rho=0.0)):
+    halfway = oxs.CenterRule(  # It takes the center after its push, not before.
+        lambda own, center, at: 0.3 * (own.params - center),
+        take=lambda x, before, after, at: 0.5 * x + 0.5 * after,
+        reads=("params", "center", "after"),
+    )
+    elastic = oxs.rules.elastic(moving_rate=0.3, rho=0.0)
+    for rule in (oxs.rules.diloco(), elastic, halfway):
         settings: Any = {"num_workers": 2, "communication_period": 2, "fragments": 2}
         settings["pull_exchange"] = pulls
         params = {name: PARAMS[name] for name in ("matrix", "vector")}

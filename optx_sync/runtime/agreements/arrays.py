@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as the arrays of a message, arrays as trees, and buffers of one's own."""
+"""Trees as the arrays of a message, and buffers of one's own."""
 
 from typing import Any
 
@@ -11,24 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, is_gradient_leaf, path_name
-
-
-def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
-    """A tree of received arrays: views, which the next message overwrites."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: np.asarray(arrays[path_name(path)]), shapes
-    )
+from optx_sync.trees import Tree, leaves_with_names
 
 
 def arrays_of(tree: Tree) -> Arrays:
     """A tree as arrays by path; row-sparse leaves as (indices, values)."""
-    return {
-        path_name(path): _sent(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=is_gradient_leaf
-        )
-    }
+    return {path: _sent(leaf) for path, leaf in leaves_with_names(tree)}
 
 
 def _sent(leaf: Any) -> Tree:
@@ -55,14 +43,13 @@ def beside(tree: Tree, params: Tree) -> Tree:
     if not isinstance(over, NamedSharding):
         return tree
     everywhere = NamedSharding(over.mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda x: (
-            x
-            if x.sharding.device_set == over.device_set
-            else jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
-        ),
-        tree,
-    )
+
+    def placed(x):
+        if x.sharding.device_set == over.device_set:
+            return x
+        return jax.make_array_from_callback(x.shape, everywhere, lambda at: x[at])
+
+    return jax.tree.map(placed, tree)
 
 
 def copied(tree: Tree) -> Tree:

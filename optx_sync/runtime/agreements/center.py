@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The center under a rule, as its server holds it."""
 
+import functools
 import itertools
 import time
 from typing import Any
@@ -12,26 +13,14 @@ import numpy as np
 from optx_sync.center import worker as work
 from optx_sync.center.contract import Round
 from optx_sync.exchange.contract import Exchange
-from optx_sync.meetings import alone
-from optx_sync.meetings.coded import (
-    compile_plus_decoded,
-    encoded,
-    message_shapes,
-    start_codes,
-)
+from optx_sync.meetings import alone, coded
+from optx_sync.runtime.agreements import saved
 from optx_sync.runtime.agreements.arrays import copied, own_buffers
-from optx_sync.runtime.agreements.bounds import bound
 from optx_sync.runtime.agreements.contract import AtOnce
 from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
-from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes
-from optx_sync.runtime.agreements.saved import (
-    Notes,
-    check_saved,
-    described,
-    like,
-    numbered,
-)
-from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
+from optx_sync.runtime.agreements.saved import Notes
+from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_finite, where
 
@@ -51,7 +40,7 @@ class CodedAnswers:
         # Answers of all servers of a run have different numbers.
         self._numbers = itertools.count(time.time_ns())
         self._encode: Any = jax.jit(self._run_encode)
-        self._plus = compile_plus_decoded(exchange)
+        self._plus = coded.compile_plus_decoded(exchange)
 
     def answer(self, worker: int, took: int, name: str, center: Arrays) -> Reply:
         """The answer to a worker: whole arrays under this name, or their difference."""
@@ -63,16 +52,15 @@ class CodedAnswers:
             # The center may be overwritten after the answer.
             jax.block_until_ready(known)
         else:
-            known = self.variables.tree(center)
-            known = jax.tree.map(lambda x: jnp.array(x, copy=True), known)
+            known = copied(self.variables.tree(center))
         self.known[worker] = next(self._numbers), known
         arrays = {path: np.array(x) for path, x in center.items()}
         return Reply({name: arrays}, 0, 0, number=self.known[worker][0])
 
     def _run_encode(self, center, known):
         lacking = jax.tree.map(jnp.subtract, center, known)
-        nothing = start_codes(self.exchange, lacking)
-        messages, _ = encoded(self.exchange, lacking, nothing)
+        nothing = coded.start_codes(self.exchange, lacking)
+        messages, _ = coded.encoded(self.exchange, lacking, nothing)
         return messages
 
 
@@ -85,7 +73,7 @@ class Center(AtOnce):
     """
 
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
-        rule, at, exchange, pulls = terms
+        rule, at = terms.rule, terms.at
         center = work.start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule
@@ -93,13 +81,14 @@ class Center(AtOnce):
         self.copy_replies = copy_replies
         self.traffic: Traffic = traffic(rule)
         self.expected: Expected = Expected(self.traffic.sends, center)
-        if exchange is not None:
+        if terms.exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
-            self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
+            self.expected = ExpectedCodes(self.traffic.sends, shapes, terms.exchange)
         self.answers: CodedAnswers | None = None
-        if pulls is not None:
-            message_shapes(pulls, center)  # Refuses arrays that it cannot code.
-            self.answers = CodedAnswers(pulls, self.variables)
+        if terms.pulls is not None:
+            # Refuses arrays that it cannot code.
+            coded.message_shapes(terms.pulls, center)
+            self.answers = CodedAnswers(terms.pulls, self.variables)
         self.global_step: int = 0
         # The center before each worker's last push, for a retry of that push.
         self.kept: dict[int, Arrays] = {}
@@ -123,15 +112,11 @@ class Center(AtOnce):
         """Hold this center; the one before it is no longer needed."""
         self.spare: list[Arrays] = []  # buffers that may be overwritten
         self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
+        own = functools.partial(np.array, order="C") if self.adds else jnp.array
+        self.center: Arrays = jax.tree.map(own, center)
+        self.bounds: dict[str, float] = {}
         if self.adds:
-            self.center: Arrays = {
-                path: np.array(array, order="C") for path, array in center.items()
-            }
-            self.bounds: dict[str, float] = {
-                path: bound(array) for path, array in self.center.items()
-            }
-        else:
-            self.center = {path: jnp.array(array) for path, array in center.items()}
+            self.bounds = jax.tree.map(bound, self.center)
 
     def _next(self, center, outer, spare, spare_outer, sent, known):
         given = (center, outer, sent)
@@ -163,15 +148,17 @@ class Center(AtOnce):
         )
         return work.contribute(self.rule, params, taken, accumulated, center, at)
 
-    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Compute the next center, and the reply to the worker.
 
-        Returns `None` and changes nothing if it overflows. `sizes` are bounds of the
-        arrays' elements, from `Expected.read`.
+        `sizes` are bounds of the arrays' elements, from `Expected.read`.
+
+        Raises:
+            PushRefused: The center would overflow; nothing is changed.
         """
         before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
-            return None
+            raise PushRefused(OVERFLOW)
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
@@ -187,7 +174,7 @@ class Center(AtOnce):
             # Squares of finite terms may overflow.
             if not np.isfinite(squares) and not is_finite(center):
                 self.spare.append(center)
-                return None
+                raise PushRefused(OVERFLOW)
             self.spare_outer, self.outer = self.outer, outer
             self.center = center
         else:
@@ -221,8 +208,7 @@ class Center(AtOnce):
     def _buffers(self) -> Arrays:
         if self.adds and not self.keeps_before:
             return self.center  # Added in place.
-        empty = np.empty_like if self.adds else jnp.empty_like
-        return {path: empty(array) for path, array in self.center.items()}
+        return jax.tree.map(np.empty_like if self.adds else jnp.empty_like, self.center)
 
     def _reply(self, worker: int, before: Arrays, took: int = 0) -> Reply:
         centers = {"before": before, "after": self.center}
@@ -234,8 +220,7 @@ class Center(AtOnce):
         return Reply(arrays, self.global_step, 0)
 
     def _out(self, arrays: Arrays) -> Arrays:
-        convert = np.array if self.copy_replies else np.asarray
-        return {path: convert(array) for path, array in arrays.items()}
+        return jax.tree.map(np.array if self.copy_replies else np.asarray, arrays)
 
     def reply_again(self, worker: int) -> Reply:
         """The reply to a push that is sent again."""
@@ -273,18 +258,18 @@ class Center(AtOnce):
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
         formulas += [] if rule.weigh is None else [rule.weigh]
-        return described("center", formulas, self.outer)
+        return saved.described("center", formulas, self.outer)
 
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint."""
-        center = {path: np.asarray(array) for path, array in self.center.items()}
-        arrays = {"center": center, "outer": numbered(self.outer)}
+        center = jax.tree.map(np.asarray, self.center)
+        arrays = {"center": center, "outer": saved.numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
-        check_saved(self.center, arrays["center"])
-        self.outer = like(self.outer, arrays.get("outer", {}))
+        saved.check_saved(self.center, arrays["center"])
+        self.outer = saved.like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
         self.kept = {}
         self.global_step = int(notes["global_step"])

@@ -9,6 +9,7 @@ from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
+from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
@@ -24,6 +25,7 @@ class Settings(NamedTuple):
     delay: int | None = None
     pull_exchange: Exchange | None = None
     meet: Quorum | None = None  # `None`: `one()`
+    num_servers: int = 1
 
 
 class AtOnce:
@@ -40,6 +42,15 @@ class AtOnce:
         return False
 
 
+class Sent(NamedTuple):
+    """A worker's push of a part, under way."""
+
+    arrays: dict[str, Arrays]
+    steps: int = 1  # since the one before
+    kept: Tree = ()  # (what was summed up, what was contributed) of a center rule
+    codes: Tree = ()  # the memory of its code after it
+
+
 class Way(NamedTuple):
     """Both sides of an agreement: constructors for server and worker."""
 
@@ -47,10 +58,11 @@ class Way(NamedTuple):
     serve: Callable[..., Any]
     # (shapes of the parameters, inner, layout) -> the worker's side.
     work: Callable[..., Any]
-    fragments: Fragments
-    delay: int
-    meet: Quorum  # when a meeting of a center is full
     # Whether the server holds a center that workers take, in parts on several servers,
     # or else applies the workers' optimizer to whole gradients.
     of_center: bool
-    waits: bool  # whether a worker may wait at the server for the others
+    # Whether a worker may wait at the server for the others: for a token, or where they
+    # meet the center together.
+    waits: bool
+    fragments: Fragments = 1
+    delay: int = 0

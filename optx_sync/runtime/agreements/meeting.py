@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,6 @@ from optx_sync.trees import Tree, is_finite, where
 AXIS = "contributions"
 
 
-class Came(NamedTuple):
-    """A contribution to the meeting that is open."""
-
-    worker: int
-    steps: int
-    tokens: float
-    number: int  # of its worker's pushes, from 1
-    arrays: dict[str, Arrays]
-
-
 class Meetings(Center):
     """The center of a part at which K of M workers meet.
 
@@ -50,20 +40,13 @@ class Meetings(Center):
     applied: int
     short: tuple[str, ...]
 
-    def __init__(
-        self,
-        params: Tree,
-        terms: Terms,
-        quorum: Quorum,
-        delay: int,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, params: Tree, terms: Terms):
         super().__init__(params, terms, copy_replies=False)
-        self.quorum = quorum
-        self.delay = delay  # the workers' steps from a push until they take the answer
-        self.clock = clock
-        self.merge: Exchange = check_exchange(quorum.merge, all_reduce())
-        self.came: list[Came] = []
+        self.quorum: Quorum = terms.meet
+        self.delay: int = terms.delay
+        self.clock: Callable[[], float] = time.monotonic
+        self.merge: Exchange = check_exchange(terms.meet.merge, all_reduce())
+        self.came: list[Push] = []  # to the meeting that is open
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
         self.dropped: set[int] = set()  # workers whose last contribution was dropped
@@ -95,11 +78,8 @@ class Meetings(Center):
                 self.opened, self.step_seconds = now, push.step_seconds
             self.step_seconds = min(self.step_seconds, push.step_seconds)
             # The message may be overwritten after the answer.
-            arrays = {
-                name: {path: np.array(array) for path, array in of_name.items()}
-                for name, of_name in push.arrays.items()
-            }
-            self.came.append(Came(worker, push.steps, push.tokens, push.round, arrays))
+            arrays = jax.tree.map(np.array, push.arrays)
+            self.came.append(push._replace(arrays=arrays))
         return self.reply_again(worker)
 
     def join(self, worker: int) -> None:
@@ -135,7 +115,7 @@ class Meetings(Center):
         known = {
             "steps": jnp.array([one.steps for one in came], jnp.int32),
             "tokens": jnp.array([one.tokens for one in came], jnp.float32),
-            "num_pushed": jnp.array([one.number for one in came], jnp.int32),
+            "num_pushed": jnp.array([one.round for one in came], jnp.int32),
         }
         sent = [one.arrays for one in came]
         center, outer, finite = self._meet(self.center, self.outer, sent, known)
@@ -210,9 +190,8 @@ class Meetings(Center):
         for i, one in enumerate(self.came):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
-        came = [(one.worker, one.steps, one.tokens, one.number) for one in self.came]
-        dropped = sorted(self.dropped)
-        return arrays, {**notes, "came": came, "dropped": dropped}
+        came = [(one.worker, one.steps, one.tokens, one.round) for one in self.came]
+        return arrays, {**notes, "came": came, "dropped": sorted(self.dropped)}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
@@ -223,4 +202,4 @@ class Meetings(Center):
         self.came = []
         for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
-            self.came.append(Came(worker, steps, tokens, number, sent))
+            self.came.append(Push(worker, number, sent, steps, tokens=tokens))

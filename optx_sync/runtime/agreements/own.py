@@ -11,14 +11,16 @@ import optax
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
+from optx_sync.center.fragments import steps_between
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import compile_plus_decoded, encoded, start_codes
+from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import contract
-from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied, tree_of
+from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied
 from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.messages import Arrays, Reply
-from optx_sync.runtime.parts import Layout
+from optx_sync.runtime.parts import Layout, tree_of
 from optx_sync.trees import Tree
 
 
@@ -34,8 +36,11 @@ class Terms(NamedTuple):
 
     rule: CenterRule
     at: Round
-    exchange: Exchange | None = None  # of pushes
-    pulls: Exchange | None = None  # of answers
+    exchange: Exchange | None  # of pushes
+    pulls: Exchange | None  # of answers
+    period: Period
+    delay: int  # the workers' steps from a push until they take the answer
+    meet: Quorum
 
 
 def traffic(rule: CenterRule) -> Traffic:
@@ -53,16 +58,6 @@ def traffic(rule: CenterRule) -> Traffic:
     return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
 
 
-class _Sent(NamedTuple):
-    """A push of a part, under way."""
-
-    steps: int  # since the one before
-    summed: Tree  # what was summed up; comes back if the push is refused
-    contributed: Tree
-    arrays: dict[str, Arrays]
-    codes: Tree  # the memory of its code after it
-
-
 class OfCenter:
     """A worker's arrays under a rule.
 
@@ -71,60 +66,56 @@ class OfCenter:
     memory of the arrays before it.
     """
 
-    params: Tree
-    taken: Tree
-    accumulated: Tree
-    inner_state: Tree
-
     def __init__(
         self,
         shapes: Tree,
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
         terms: Terms,
-        between: Period,
-        delay: int,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = terms.rule
-        self.at: Round = terms.at
-        self.exchange: Exchange | None = terms.exchange
-        self._plus = None if terms.pulls is None else compile_plus_decoded(terms.pulls)
-        self.between: Period = between  # steps between the pushes of two parts
-        self.traffic: Traffic = traffic(self.rule)
+        self.terms: Terms = terms
+        # Steps between the pushes of two parts.
+        self.between: Period = steps_between(
+            terms.period, len(layout.turns), terms.delay
+        )
+        self.traffic: Traffic = traffic(terms.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
-        self.hides: bool = delay == 0
-        # The center that a worker takes, and whether it has to keep it.
-        takes = self.rule.take is None
-        self.took: str = "after" if takes else "before"
-        kept = takes or keeps_before(self.rule)
-        self.keeps: bool = kept or self._plus is not None
+        self.hides: bool = terms.delay == 0
+        # The center that a worker keeps; with codes the one that they change.
+        self.keeps: str = "after" if terms.rule.take is None else ""
+        if keeps_before(terms.rule):
+            self.keeps = "before"
+        self._plus = None
+        if terms.pulls is not None:
+            (self.keeps,) = self.traffic.replies
+            self._plus = compile_plus_decoded(terms.pulls)
         self._go = Sharing(self._run_go)
         self._take = Sharing(self._run_take)
 
     def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the center."""
-        self.taken = place(self.layout.join(parts, self.like))
-        self.params = work.round_like(self.taken, self.like)
+        self.taken: Tree = place(self.layout.join(parts, self.like))
+        self.params: Tree = work.round_like(self.taken, self.like)
         self._start_own()
 
     def _start_own(self) -> None:
-        self.accumulated = work.start_accumulated(self.rule, self.taken)
+        self.accumulated: Tree = work.start_accumulated(self.terms.rule, self.taken)
         # Some states hold the parameters that they were made for.
-        self.inner_state = copied(self.inner.init(self.params))
+        self.inner_state: Tree = copied(self.inner.init(self.params))
         parts = range(len(self.layout.owners))
         self.steps: int = 0
         self.ages: list[int] = [0 for _ in parts]
         # The memory of each part's code; advanced once a push is applied.
         self.codes: list[Tree] = [()] * len(parts)
-        if self.exchange is not None:
+        if self.terms.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
-            self.codes = [start_codes(self.exchange, part) for part in picked]
+            self.codes = [start_codes(self.terms.exchange, part) for part in picked]
         held = self.accumulated, self.inner_state, self.codes
         self.accumulated, self.inner_state, self.codes = beside(held, self.params)
-        self.sent: dict[int, _Sent] = {}  # by part
+        self.sent: dict[int, contract.Sent] = {}  # by part
         self.received: list[Received] = [Received() for _ in parts]
         # Arrays that no user has seen and that nobody needs any more: of each part what
         # was summed up and contributed; and parameters that were replaced at once.
@@ -139,8 +130,6 @@ class OfCenter:
 
     def is_due(self, step: int) -> bool:
         """Whether a part is due with the next step, which has this number (0-based)."""
-        if isinstance(self.between, int):
-            return self.steps + 1 >= self.between
         return bool(work.is_due(self.between, self.steps + 1, jnp.int32(step)))
 
     def step(self, grads: Tree, parts: tuple[int, ...]) -> None:
@@ -149,14 +138,11 @@ class OfCenter:
         self.ages = [age + 1 for age in self.ages]
         self._advance(parts, True, grads)
 
-    def outgoing(
-        self, parts: tuple[int, ...]
-    ) -> dict[int, tuple[dict[str, Arrays], int]]:
-        """By part: (the arrays to push, the steps since its last push)."""
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, contract.Sent]:
+        """The pushes of these parts."""
         if not self.sent.keys() >= {*parts}:
             self._advance(parts, False, ())
-        sent = {part: self.sent[part] for part in parts}
-        return {part: (one.arrays, one.steps) for part, one in sent.items()}
+        return {part: self.sent[part] for part in parts}
 
     def _advance(self, parts: tuple[int, ...], walks: bool, grads: Tree) -> None:
         ages = {part: self.ages[part] for part in parts}
@@ -181,15 +167,13 @@ class OfCenter:
         self.unseen = params if hides else self.unseen
         for part, (fields, codes_after) in sent.items():
             arrays = {name: arrays_of(tree) for name, tree in fields.items()}
-            summed, contributed = kept[part]
-            self.sent[part] = _Sent(
-                ages[part], summed, contributed, arrays, codes_after
-            )
+            now = contract.Sent(arrays, ages[part], kept[part], codes_after)
+            self.sent[part] = now
             self.ages[part] = self.steps = 0
 
     def _empty(self, part: int) -> tuple[Tree, Tree]:
         """Memory for what a part sums up and contributes."""
-        plain = self.traffic.sends == ("contribution",) and self.exchange is None
+        plain = self.traffic.sends == ("contribution",) and self.terms.exchange is None
         trees = self.accumulated, self.taken if plain else ()
         summed, contributed = (self.layout.pick(tree, part) for tree in trees)
         return jax.tree.map(jnp.zeros_like, (summed, contributed))
@@ -199,8 +183,8 @@ class OfCenter:
         (grads, codes, steps, ages), (inner_state, accumulated, *_) = read, donated
         if walks:
             worker = work.Worker(params, inner_state, taken, accumulated)
-            at = self.at._replace(steps=steps)
-            worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
+            at = self.terms.at._replace(steps=steps)
+            worker = work.walk(self.inner, self.terms.rule, worker, taken, grads, at)
             params, inner_state, _, accumulated = worker
         kept, sent = {}, {}
         for part in parts:
@@ -213,16 +197,16 @@ class OfCenter:
         whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
         params, taken, accumulated = map(pick, (params, taken, accumulated))
         x = work.as_center(params, taken)
-        at = self.at._replace(steps=steps)
+        at = self.terms.at._replace(steps=steps)
         worker = work.Worker(params, (), taken, accumulated)
         # A formula that reads the center runs at the server; here any array will do.
-        worker, total = work.bring(self.rule, worker, x, at)
+        worker, total = work.bring(self.terms.rule, worker, x, at)
         contributed = ()
         if self.traffic.sends == ("contribution",):
-            contributed = alone.share_of_one(self.rule, total, at)
+            contributed = alone.share_of_one(self.terms.rule, total, at)
             sent = {"contribution": contributed}
-            if self.exchange is not None:
-                message, codes = encoded(self.exchange, contributed, codes)
+            if self.terms.exchange is not None:
+                message, codes = encoded(self.terms.exchange, contributed, codes)
                 contributed, sent = (), {"contribution": message}
         else:
             fields = {"params": x, "taken": taken, "accumulated": accumulated}
@@ -233,12 +217,12 @@ class OfCenter:
     def give_back(self, part: int) -> None:
         """Take back the last push of a part, which was refused."""
         sent = self.sent.pop(part)
-        self.spare[part] = sent.summed, sent.contributed
+        self.spare[part] = sent.kept
         self.ages[part] += sent.steps
         self.steps = max(self.steps, self.ages[part])  # The part is due again.
-        pick, put = self.layout.pick, self.layout.whole.put
-        both = jax.tree.map(jnp.add, pick(self.accumulated, part), sent.summed)
-        self.accumulated = put(self.accumulated, part, both)
+        since, (before, _) = self.layout.pick(self.accumulated, part), sent.kept
+        both = jax.tree.map(jnp.add, since, before)
+        self.accumulated = self.layout.whole.put(self.accumulated, part, both)
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
         """Take the reply. What a code owes changes with a push that was used."""
@@ -246,14 +230,13 @@ class OfCenter:
         sent = self.sent.pop(part)
         if reply.used:
             self.codes[part] = sent.codes
-        self.spare[part] = sent.summed, sent.contributed
+        self.spare[part] = sent.kept
         kept, read = {}, {}
         for name, arrays in reply.arrays.items():
             if name == "change" and self._plus is not None:
-                (name,) = self.traffic.replies
                 known = self.layout.pick(self.taken, part)
-                kept[name] = self._plus(tree_of(arrays, shapes), known)
-            elif self.keeps and name == self.took:
+                kept[self.keeps] = self._plus(tree_of(arrays, shapes), known)
+            elif name == self.keeps:
                 center = self.received[part].tree(arrays, shapes)
                 kept[name] = beside(center, self.params)
             else:
@@ -267,12 +250,12 @@ class OfCenter:
     def _run_take(self, part, passing, read, donated):
         (params, taken, kept), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
-        x = work.as_center(pick(params, part), pick(taken, part))
+        worker, known = work.Worker(pick(params, part), (), (), ()), pick(taken, part)
         # A formula does not read what is not sent.
+        x = work.as_center(worker.params, known)
         before, after = centers.get("before", x), centers.get("after", x)
-        worker = work.Worker(pick(params, part), (), (), ())
-        at = self.at._replace(steps=steps)
-        worker = work.take(self.rule, worker, before, after, at)
-        if self.keeps and self.took in centers:
-            taken = put(taken, part, centers[self.took])
+        at = self.terms.at._replace(steps=steps)
+        worker = work.take(self.terms.rule, worker, before, after, at)
+        if self.keeps in centers:
+            taken = put(taken, part, centers[self.keeps])
         return (), (put(params, part, worker.params), taken)

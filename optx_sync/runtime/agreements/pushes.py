@@ -10,8 +10,7 @@ import numpy as np
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import decoded, message_shapes
 from optx_sync.rows.slices import FIRST_PADDING
-from optx_sync.runtime.agreements.bounds import bound
-from optx_sync.runtime.messages import Arrays
+from optx_sync.runtime.messages import Arrays, PushRefused
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, path_name, some
 
@@ -27,43 +26,44 @@ class Expected:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
-        """Check a push: (what is wrong or "", bounds of elements, the arrays)."""
-        sizes: dict[str, float] = {}
+    def read(self, sent: Any) -> tuple[dict[str, Arrays], dict[str, float]]:
+        """Check a push: its arrays, and bounds of their elements by path.
+
+        Raises:
+            PushRefused: Says what is wrong with it.
+        """
         if not isinstance(sent, dict) or set(sent) != set(self.names):
             got = sorted(sent) if isinstance(sent, dict) else type(sent)
-            return f"a push holds {sorted(self.names)}; got {got}.", sizes, sent
+            raise PushRefused(f"a push holds {sorted(self.names)}; got {got}.")
+        sizes: dict[str, float] = {}
         for name in self.names:
-            problem = self._problem_of(name, sent[name], sizes)
-            if problem:
-                return problem, sizes, sent
-        return "", sizes, sent
+            sizes |= self._sizes(name, sent[name])
+        return sent, sizes
 
-    def _problem_of(self, name: str, arrays: Any, sizes: dict[str, float]) -> str:
+    def _sizes(self, name: str, arrays: Any) -> dict[str, float]:
         if not isinstance(arrays, dict):
-            return f"{name} must be a dict from paths to arrays; got {type(arrays)}."
+            raise PushRefused(
+                f"{name} must be a dict from paths to arrays; got {type(arrays)}."
+            )
         if arrays.keys() != self.leaves.keys():
             unknown = [path for path in arrays if path not in self.leaves]
             missing = [path for path in self.leaves if path not in arrays]
-            return (
+            raise PushRefused(
                 f"{name} does not have the structure of the parameters: unknown "
                 f"{some(unknown)}, missing {some(missing)}. Push what Worker.step was "
                 "given for the same parameters."
             )
+        sizes = {}
         for path, (shape, dtype) in self.leaves.items():
-            array = arrays[path]
+            array, where = arrays[path], f"{name} at {path}"
             if self.of_rows and array is None:
                 continue
             if self.of_rows and isinstance(array, tuple):
                 indices, array = array
-                if problem := _rows_problem(indices, shape[0]):
-                    return f"{name} at {path} {problem}"
+                _check_rows(where, indices, shape[0])
                 shape = (len(indices), *shape[1:])
-            problem, size = _look(array, shape, dtype)
-            if problem:
-                return f"{name} at {path} {problem}"
-            sizes[path] = size
-        return ""
+            sizes[path] = _look(where, array, shape, dtype)
+        return sizes
 
 
 class ExpectedCodes(Expected):
@@ -76,38 +76,55 @@ class ExpectedCodes(Expected):
         self.variables: Variables = Variables(tree)
         self._decode = jax.jit(lambda messages: decoded(exchange, messages, tree))
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
+    def read(self, sent: Any) -> tuple[dict[str, Arrays], dict[str, float]]:
         """See `Expected.read`; the arrays are decoded."""
-        problem, *_ = self.messages.read(sent)
-        if problem:
-            return problem, {}, sent
-        arrays = {
-            name: self._arrays(self.variables.tree(messages))
-            for name, messages in sent.items()
-        }
-        return super().read(arrays)
+        self.messages.read(sent)
+        return super().read({name: self._arrays(coded) for name, coded in sent.items()})
 
-    def _arrays(self, messages: Tree) -> Arrays:
-        found = self.variables.arrays(self._decode(messages))
+    def _arrays(self, messages: Arrays) -> Arrays:
+        found = self.variables.arrays(self._decode(self.variables.tree(messages)))
         return {path: np.asarray(array) for path, array in found.items()}
 
 
-def _rows_problem(indices: Any, rows: int) -> str:
+def _check_rows(where: str, indices: Any, rows: int) -> None:
     if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
-        return f"must have integer indices in one row; got {indices.dtype}."
+        raise PushRefused(
+            f"{where} must have integer indices in one row; got {indices.dtype}."
+        )
     # Unused entries after `sum_duplicates` are no rows.
     wrong = indices[(indices < 0) | (indices >= rows) & (indices < FIRST_PADDING)]
     if wrong.size:
-        return f"has row {wrong[0]}, and the table has the rows 0 to {rows - 1}."
-    return ""
+        raise PushRefused(
+            f"{where} has row {wrong[0]}, and the table has the rows 0 to {rows - 1}."
+        )
 
 
-def _look(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[str, float]:
+def _look(where: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> float:
+    """A bound of the elements of an array; refuse another one than is expected."""
     if not isinstance(array, np.ndarray | np.generic | jax.Array):
-        return f"must be an array; got {type(array).__name__}.", 0.0
+        raise PushRefused(f"{where} must be an array; got {type(array).__name__}.")
     if array.dtype != dtype:
-        return f"must have dtype {dtype}; got {array.dtype}.", 0.0
+        raise PushRefused(f"{where} must have dtype {dtype}; got {array.dtype}.")
     if array.shape != shape:
-        return f"must have shape {shape}; got {array.shape}.", 0.0
+        raise PushRefused(f"{where} must have shape {shape}; got {array.shape}.")
     size = bound(np.asarray(array))
-    return ("" if np.isfinite(size) else "holds a NaN or infinity."), size
+    if not np.isfinite(size):
+        raise PushRefused(f"{where} holds a NaN or infinity.")
+    return size
+
+
+def bound(array: np.ndarray) -> float:
+    """An upper bound of |x|, not finite if any element is not finite.
+
+    One pass without a temporary array: a sum of squares is finite only if its terms
+    are.
+    """
+    if array.dtype in (np.float32, np.float64):
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat = array.reshape(-1)
+            squares = float(np.dot(flat, flat))
+        if np.isfinite(squares):
+            # Rounding may make the sum of squares a little too small.
+            return 1.001 * squares**0.5
+    # Squares of finite terms may overflow.
+    return float(np.abs(array).max(initial=0))

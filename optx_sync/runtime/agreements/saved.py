@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.placement.leaves import is_key
+from optx_sync.placement.leaves import is_key, on_data
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, some
 
@@ -28,13 +28,6 @@ def _words(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def _made_of(words: Any, old: Any) -> Any:
-    words = jnp.array(words)
-    if is_key(old):
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(old))
-    return words
-
-
 def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """The state from its numbered leaves."""
     old, treedef = jax.tree.flatten(tree)
@@ -47,7 +40,9 @@ def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
             f"{some([*map(str, shapes.values())])}. Pass the optimizer of before, or "
             "resume=False to start afresh."
         )
-    return treedef.unflatten([_made_of(leaves[str(i)], x) for i, x in enumerate(old)])
+    return treedef.unflatten(
+        on_data(lambda _, i=i: jnp.array(leaves[str(i)]), x) for i, x in enumerate(old)
+    )
 
 
 def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.checks import check_inner
-from optx_sync.meetings.quorum import one
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.tokens import (
     Chief,
@@ -21,20 +20,14 @@ from optx_sync.replicas.tokens import (
     tokens_with,
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
-from optx_sync.runtime.agreements import contract
+from optx_sync.runtime.agreements import contract, saved
 from optx_sync.runtime.agreements.arrays import arrays_of, copied
 from optx_sync.runtime.agreements.memory import Received
 from optx_sync.runtime.agreements.pushes import Expected
-from optx_sync.runtime.agreements.saved import (
-    Notes,
-    check_saved,
-    described,
-    like,
-    numbered,
-)
-from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.runtime.agreements.saved import Notes
+from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, is_finite
+from optx_sync.trees import Tree, cast_like, is_finite
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
@@ -43,9 +36,6 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
     return contract.Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
         work=lambda shapes, inner, layout: OfUpdates(shapes),
-        fragments=1,
-        delay=0,
-        meet=one(),
         of_center=False,
         waits=True,
     )
@@ -89,7 +79,7 @@ class Updates(contract.AtOnce):
         # An array that passes through must not be donated with the next accumulator.
         return jax.tree.map(jnp.copy, held), is_finite(held.params)
 
-    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Accumulate a gradient or drop it, and update when there are enough."""
         used = self.local_steps[worker] >= self.global_step
         completes = self.count + 1 >= self.agreement.replicas_to_aggregate
@@ -101,7 +91,7 @@ class Updates(contract.AtOnce):
                 count, step = jnp.int32(self.count + 1), jnp.int32(self.global_step + 1)
                 after, finite = self._update(self.held, grads, count, step)
                 if not finite:
-                    return None
+                    raise PushRefused(OVERFLOW)
                 self.held = after
             else:
                 added = self._add(self.held.accumulator, grads)
@@ -117,7 +107,7 @@ class Updates(contract.AtOnce):
         if worker not in self.waiting:
             self.waiting.append(worker)
         self._hand_out()
-        return self._reply(worker)
+        return self.reply_again(worker)
 
     def _complete(self) -> None:
         step = self.global_step + 1
@@ -138,15 +128,12 @@ class Updates(contract.AtOnce):
             self.waiting.remove(worker)
             self.local_steps[worker] = self.tokens.popleft()
 
-    def _reply(self, worker: int) -> Reply:
+    def reply_again(self, worker: int) -> Reply:
+        """The state of a worker's token, with the parameters if it has one."""
         waiting = worker in self.waiting
         arrays = {} if waiting else {"params": self.current()}
         used = self.was_used[worker]
         return Reply(arrays, self.global_step, 0, used, waiting)
-
-    def reply_again(self, worker: int) -> Reply:
-        """The state of a worker's token, with the parameters if it has one."""
-        return self._reply(worker)
 
     def join(self, worker: int) -> None:
         """A worker starts: it sends one gradient before it needs a token."""
@@ -184,15 +171,13 @@ class Updates(contract.AtOnce):
         """The averages in the parameters' dtypes, or `None`."""
         if self.agreement.variable_averages is None:
             return None
-        return jax.tree.map(
-            lambda average, p: np.asarray(average.astype(p.dtype)),
-            self.held.averages,
-            self.held.params,
-        )
+        averages = cast_like(self.held.averages, self.held.params)
+        return jax.tree.map(np.asarray, averages)
 
     def describe(self) -> str:
         """The optimizer, described by its state."""
-        return described("sync_replicas", [], (self.held.inner, self.held.averages))
+        state = self.held.inner, self.held.averages
+        return saved.described("sync_replicas", [], state)
 
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint, with accumulated gradients and tokens.
@@ -201,22 +186,21 @@ class Updates(contract.AtOnce):
         """
         arrays = {
             "center": self.current(),
-            "inner": numbered(self.held.inner),
-            "averages": numbered(self.held.averages),
-            "accumulated": numbered(self.held.accumulator),
+            "inner": saved.numbered(self.held.inner),
+            "averages": saved.numbered(self.held.averages),
+            "accumulated": saved.numbered(self.held.accumulator),
         }
         notes = {name: getattr(self, name) for name in _NOTED}
         return arrays, {**notes, "tokens": list(self.tokens)}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
-        check_saved(self.current(), arrays["center"])
-        center = {path: jnp.array(array) for path, array in arrays["center"].items()}
+        saved.check_saved(self.current(), arrays["center"])
         self.held = Held(
-            self.variables.tree(center),
-            like(self.held.inner, arrays.get("inner", {})),
-            like(self.held.averages, arrays.get("averages", {})),
-            like(self.held.accumulator, arrays["accumulated"]),
+            self.variables.tree(jax.tree.map(jnp.array, arrays["center"])),
+            saved.like(self.held.inner, arrays.get("inner", {})),
+            saved.like(self.held.averages, arrays.get("averages", {})),
+            saved.like(self.held.accumulator, arrays["accumulated"]),
         )
         for name in _NOTED:
             setattr(self, name, copy.copy(notes[name]))
@@ -252,12 +236,10 @@ class OfUpdates:
         self.grads = grads
         self.ages = [1]
 
-    def outgoing(
-        self, parts: tuple[int, ...]
-    ) -> dict[int, tuple[dict[str, Arrays], int]]:
+    def outgoing(self, parts: tuple[int, ...]) -> dict[int, contract.Sent]:
         """The gradient to push."""
         self.ages = [0]
-        return {0: ({"grads": arrays_of(self.grads)}, 1)}
+        return {0: contract.Sent({"grads": arrays_of(self.grads)})}
 
     def give_back(self, part: int) -> None:
         """Drop the refused gradient; the next step has another one."""
