@@ -40,7 +40,8 @@ def differing(
         start: The path to the parameters in it.
     """
     found: dict[Worker, str] = {}
-    leaves, levels = held.leaves(form, arrays), layout.levels(form, arrays)
+    leaves = held.leaves(form, arrays)
+    levels = layout.levels(leaves)
     for level in range(len(layout.sizes)):
         chosen = [
             place

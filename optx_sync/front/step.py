@@ -2,30 +2,35 @@
 """The result of `Workers.step`: one worker's step, compiled for all of them."""
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
 from optx_sync import forms
+from optx_sync.center.turns import QUIET, Counters
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
-from optx_sync.front import kinds
 from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
-from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
-from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.placement.workers import Mark, map_workers, with_specs
+from optx_sync.placement.leaves import Mark, is_key, is_raw_key
+from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
-# How a step returned its state: as its only result, before other results, or by
-# changing NNX objects.
-How = Literal["alone", "first", "in place"]
+
+@jax.tree_util.register_static
+class How(enum.Enum):
+    """How a step returned its state; it has no leaf, the structure carries it."""
+
+    ALONE = "as its only result"
+    FIRST = "before other results"
+    IN_PLACE = "by changing NNX objects"
 
 
 class _Call(NamedTuple):
@@ -43,57 +48,6 @@ class _Parts(NamedTuple):
     arrays: Arrays  # of the state
     variables: list[Any]  # of NNX, in the state
     batches: list[Arrays]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["how"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """What a step returned beside its state, and how it returned that."""
-
-    tree: Tree
-    how: How
-
-
-class _Batch(NamedTuple):
-    """An array among a step's batches."""
-
-    name: str
-    where: str
-    x: jax.Array
-    shape: tuple[int, ...]
-    split: bool
-    layout: Layout
-
-    @property
-    def uneven(self) -> bool:
-        """Whether it is to be split, and cannot be."""
-        rows = self.shape[0]
-        return self.split and (not rows or rows % self.layout.number > 0)
-
-
-_WHAT = "The {0.where} of {0.name} has shape {0.shape}, and "
-_UNEVEN = (
-    _WHAT + "{0.shape[0]} cannot be split evenly among {0.layout.number} workers. "
-)
-_NOT_TO_SPLIT: Refused[_Batch] = (
-    (
-        lambda o: not o.split and o.shape[: len(o.layout.sizes)] != o.layout.sizes,
-        _WHAT + "split=False says that it begins with {0.layout.sizes}. A whole batch "
-        "is split by split=True; split=None gives all of it.",
-    ),
-    (
-        lambda o: o.uneven and is_raw_key(o.x),
-        _UNEVEN + "It looks like a raw random key: pass jax.random.key(0), or "
-        "jax.random.wrap_key_data(key).",
-    ),
-    (
-        lambda o: o.uneven,
-        _UNEVEN + "Drop or pad the last ones. What is the same for all workers has "
-        "split=None, what is split already split=False, or a tuple of them.",
-    ),
-)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -138,16 +92,15 @@ class Step:
                 "keep the older one by donate=False."
             )
         program, after = self._next(parts)
-        new, results = program(parts.arrays, parts.batches)
-        self.counted = [Counted.of(rule, new, numbers) for rule, numbers in after]
-        others = results.tree
+        new, others, how = program(parts.arrays, parts.batches)
+        self.counted = [Counted(rule.counters(new), now) for rule, now in after]
         if self._averages_after and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
         state = parts.call.state.update(given, new, parts.variables)
-        if results.how == "in place":
+        if how is How.IN_PLACE:
             return others
-        return state[0] if results.how == "alone" else (*state, *others)
+        return state[0] if how is How.ALONE else (*state, *others)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
@@ -160,14 +113,12 @@ class Step:
         The keys say for each center rule which part meets, -1 where none does. A step
         without a center rule, or of too many kinds, has one program, of the key ().
         """
-        parts, asked = self._take_apart(args, kwargs), Asked()
-        run = functools.partial(self._run, parts.call, asked)
-        jax.eval_shape(run, parts.arrays, parts.batches)
+        parts = self._take_apart(args, kwargs)
+        rules = self._rules(parts)
+        kinds = itertools.product(*(range(QUIET, one.turns.parts) for one in rules))
         return {
-            kind: self._lowered(
-                self._program_of(parts.call, asked.counted, kind), parts
-            )
-            for kind in kinds.all_kinds(asked.counted)
+            kind: self._lowered(self._program_of(parts.call, rules, kind), parts)
+            for kind in kinds
         }
 
     def _lowered(self, program: Any, parts: _Parts) -> Any:
@@ -218,27 +169,33 @@ class Step:
         call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
         return _Parts(call, arrays, variables, [arrays for _, arrays in split])
 
-    def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, kinds.Counters]]]:
+    def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, Counters]]]:
         """(the program of this kind of step, the counters of its rules after it)."""
         call, arrays = parts.call, parts.arrays
         if _are_traced(arrays):  # a program around this one, of all kinds
             self._check_batches(parts)
             return self._program_of(call, [], ()), []
+        rules = self._rules(parts)
+        known = itertools.zip_longest(rules, self.counted[: len(rules)])
+        found = [rule.turns.next(rule.now(x, arrays)) for rule, x in known]
+        kind, after = tuple(kind for kind, _ in found), [after for _, after in found]
+        return self._program_of(call, rules, kind), list(zip(rules, after, strict=True))
+
+    def _rules(self, parts: _Parts) -> list[Rule]:
+        """The center rules of such a call, which its first trace shows.
+
+        It holds all conditionals, so that what is wrong in a round is said now.
+        """
+        call = parts.call
         if call not in self.rules:
             self._check_batches(parts)
-            # With all that its conditionals hold, so that what is wrong in a round is
-            # said now. The trace shows the rules in it.
             asked = Asked()
             program = self._program(call, asked)
-            program.trace(arrays, parts.batches)
+            program.trace(parts.arrays, parts.batches)
             self.rules[call] = asked.counted
             if not asked.counted:
                 self.programs[call, ()] = program
-        rules = self.rules[call]
-        known = itertools.zip_longest(rules, self.counted[: len(rules)])
-        found = [rule.turns.next(kinds.now(rule, x, arrays)) for rule, x in known]
-        kind, after = tuple(kind for kind, _ in found), [after for _, after in found]
-        return self._program_of(call, rules, kind), list(zip(rules, after, strict=True))
+        return self.rules[call]
 
     def _program_of(self, call: _Call, rules: list[Rule], kind: Kinds) -> Any:
         """The program of one kind of step."""
@@ -267,10 +224,11 @@ class Step:
 
     def _run(
         self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
+    ) -> tuple[Arrays, Tree, How]:
         """The step of all workers, on arrays."""
         layout, form = self.layout(), call.state
-        levels = layout.check(form, arrays, f"{self.name} with state={self.state}")
+        whose = f"{self.name} with state={self.state}"
+        levels = layout.check(held.leaves(form, arrays), whose)
         laid = [
             self._lay(f"argument {number}", *batch)
             for number, batch in enumerate(
@@ -285,10 +243,10 @@ class Step:
                 layout.axes[level],
                 mesh=layout.mesh,
                 in_axes=(own, [[mark for _, mark in batch] for batch in laid]),
-                out_axes=(own, 0),
+                out_axes=(own, 0, 0),
             )
         try:
-            new, results = fun(arrays, [[x for x, _ in batch] for batch in laid])
+            new, others, how = fun(arrays, [[x for x, _ in batch] for batch in laid])
         except UnequalError as error:
             raise ValueError(
                 f"{self.name} makes each worker's own of what workers share, counters "
@@ -303,18 +261,16 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, levels), self._averaged(results)
+        return layout.pinned(form, new, levels), self._averaged(others), how
 
-    def _averaged(self, results: _Results) -> _Results:
+    def _averaged(self, results: Tree) -> Tree:
         """The means of results, where that sends nothing."""
         means = functools.partial(_means, axes=len(self.layout().sizes))
         if self._averages_after:
-            jax.eval_shape(means, results.tree)  # refuses what has none
+            jax.eval_shape(means, results)  # refuses what has none
         elif self.average:
             # As in a program of its own: bits must not depend on what is compiled.
-            results = _Results(
-                means(jax.lax.optimization_barrier(results.tree)), results.how
-            )
+            results = means(jax.lax.optimization_barrier(results))
         return results
 
     def _splits(self, call: _Call) -> tuple[bool | None, ...]:
@@ -353,22 +309,41 @@ class Step:
             return x, None
         if not shape:
             return layout.of_all(*forms.split(x))[0], 0
-        refuse(_Batch(self.name, where, x, shape, split, layout), _NOT_TO_SPLIT)
-        if split:
-            x = x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:])
-        return x, 0
+        what = f"The {where} of {self.name} has shape {shape}, and "
+        if not split and shape[: len(layout.sizes)] != layout.sizes:
+            raise ValueError(
+                f"{what}split=False says that it begins with {layout.sizes}. A whole "
+                "batch is split by split=True; split=None gives all of it."
+            )
+        if not split:
+            return x, 0
+        rows, number = shape[0], layout.number
+        if not rows or rows % number:
+            mend = (
+                "Drop or pad the last ones. What is the same for all workers has "
+                "split=None, what is split already split=False, or a tuple of them."
+            )
+            if is_raw_key(x):
+                mend = (
+                    "It looks like a raw random key: pass jax.random.key(0), or "
+                    "jax.random.wrap_key_data(key)."
+                )
+            raise ValueError(
+                f"{what}{rows} cannot be split evenly among {number} workers. {mend}"
+            )
+        return x.reshape(*layout.sizes, rows // number, *shape[1:]), 0
 
     def _one_worker(
         self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
-        """One worker's step: (the new state's arrays, the other results)."""
+    ) -> tuple[Arrays, Tree, How]:
+        """One worker's step: (the new state's arrays, the other results, how)."""
         given = call.state.merge(arrays)
         rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
         with asked.tracing(arrays):
             returned = self.fun(*given, *args, **kwargs)
-        new, results = self._sort(call.state, given, returned)
+        new, others, how = self._sort(call.state, given, returned)
         asked.came_back(new)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
             if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):
@@ -377,20 +352,20 @@ class Step:
                     f"state {path_name(path)}, which is {old.dtype}{[*old.shape]}. "
                     "Return it in its own shape and dtype: x.astype(old.dtype)."
                 )
-        check_arrays(results.tree, f"The result of {self.name}")
-        return list(map(strong, new)), results
+        check_arrays(others, f"The result of {self.name}")
+        return list(map(strong, new)), others, how
 
     def _sort(
         self, form: forms.Form, given: Sequence[Tree], results: Tree
-    ) -> tuple[Arrays, _Results]:
-        """(the arrays of the state that came back, the other results)."""
+    ) -> tuple[Arrays, Tree, How]:
+        """(the arrays of the state that came back, the other results, how)."""
         listed = results if type(results) is tuple else (results,)
         ways: dict[How, tuple[Tree, Tree]] = {
-            "alone": ((results,), ()),
-            "first": (listed[: self.state], listed[self.state :]),
+            How.ALONE: ((results,), ()),
+            How.FIRST: (listed[: self.state], listed[self.state :]),
         }
         if all(map(forms.is_object, given)):
-            ways["in place"] = given, results
+            ways[How.IN_PLACE] = given, results
             kinds = zip(form.paths(), form.variables(), strict=True)
             if lost := [path for path, kind in kinds if kind is None]:
                 raise ValueError(
@@ -402,7 +377,7 @@ class Step:
         for how, (state, others) in ways.items():
             found, arrays = forms.split(state)
             if found == form:
-                return arrays, _Results(others, how)
+                return arrays, others, how
         raise ValueError(
             f"With state={self.state} {self.name} returns its state in front of other "
             "results, `return params, state, loss` with state=2, or changes NNX objects"

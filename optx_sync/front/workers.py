@@ -10,14 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
 from optx_sync.checks import integer, one_of
@@ -28,7 +21,6 @@ from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
-from optx_sync.options import refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
@@ -120,8 +112,7 @@ class Workers:
     def _check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
             positions = placing.size_along(mesh, check_axis_name(axis))
-            found = placing.Along("Workers are", size, axis, positions)
-            refuse(found, placing.ON_A_MESH)
+            placing.check_number(f"Workers are {size}", size, positions, axis)
         abstract = isinstance(mesh, AbstractMesh)
         if abstract and mesh.size > math.prod(self.sizes):
             raise ValueError(
@@ -131,7 +122,7 @@ class Workers:
                 "devices stand for all, before the first array: "
                 f"jax.config.update('jax_num_cpu_devices', {mesh.size})."
             )
-        explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
+        explicit = [shards.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
                 "Along several axes of type Explicit JAX gathers each worker's arrays "
@@ -179,7 +170,7 @@ class Workers:
     ) -> tuple[forms.Form, list[jax.Array], Levels]:
         """(the form, the arrays, along what they lie) of a state of all workers."""
         form, arrays = _split(state, where)
-        return form, arrays, self._layout.check(form, arrays, where)
+        return form, arrays, self._layout.check(held.leaves(form, arrays), where)
 
     def start(self, state: Tree) -> Tree:
         """The state that all workers start from: copies of one worker's, placed.
@@ -578,13 +569,11 @@ class Workers:
         folder, saved, treedef = checkpoints.saved(source, step)
         names = checkpoints.saved_names(form, saved)
         checkpoints.check_like(saved, names, arrays, step)
-        n, *_ = self._layout.numbers(form, [saved[name] for name in names])
-        whole = SingleDeviceSharding(jax.devices()[0])
-        if self.mesh is not None:
-            whole = NamedSharding(self.mesh, PartitionSpec())
+        leaves = held.leaves(form, [saved[name] for name in names])
+        n, *_ = self._layout.numbers(leaves)
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
-            place = x.sharding if n == self.sizes[0] else whole
+            place = x.sharding if n == self.sizes[0] else self._layout.whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
         shapes = treedef.unflatten(template.values())

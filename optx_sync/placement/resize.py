@@ -14,8 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.placement import fields
-from optx_sync.placement.axes import TO_CUT, fold_keys
-from optx_sync.placement.leaves import Leaf, is_key, leaves_of, on_data, stacked_axes
+from optx_sync.placement.leaves import (
+    TO_CUT,
+    Leaf,
+    fold_keys,
+    is_key,
+    leaves_of,
+    on_data,
+    stacked_axes,
+)
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
