@@ -28,19 +28,16 @@ from optx_sync.trees import names_of, one_or_several, path_name
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 
 
-def differing(
-    layout: Layout, form: Form, arrays: Arrays, start: Names
-) -> dict[Worker, str]:
+def differing(layout: Layout, form: Form, arrays: Arrays) -> dict[Worker, str]:
     """The workers that differ and, for each, the path of the first array.
 
     Args:
         layout: How many workers there are, and where.
         form: That of the state of all.
         arrays: Its arrays.
-        start: The path to the parameters in it.
     """
     found: dict[Worker, str] = {}
-    leaves = held.leaves(form, arrays)
+    leaves, start = held.leaves(form, arrays), held.prefix(form.bare(arrays))
     levels = layout.levels(leaves)
     for level in range(len(layout.sizes)):
         chosen = [

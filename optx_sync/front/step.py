@@ -21,7 +21,7 @@ from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
 from optx_sync.placement.leaves import Mark, is_key, is_raw_key
 from optx_sync.placement.workers import map_workers, with_specs
-from optx_sync.trees import Tree, check_arrays, path_name
+from optx_sync.trees import KeyPath, Tree, check_arrays, path_name
 
 
 @jax.tree_util.register_static
@@ -37,7 +37,7 @@ class _Call(NamedTuple):
     """What a program is compiled for, apart from shapes."""
 
     state: forms.Form
-    batches: tuple[forms.Form, ...]
+    batches: forms.Form  # of a tuple of them
     keywords: tuple[str, ...]  # of the last batches, those passed by keyword
 
 
@@ -47,7 +47,7 @@ class _Parts(NamedTuple):
     call: _Call
     arrays: Arrays  # of the state
     variables: list[Any]  # of NNX, in the state
-    batches: list[Arrays]
+    batches: Arrays  # of all batches
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -137,17 +137,12 @@ class Step:
         """Refuse an array of the state that is passed twice: its memory is reused."""
         call, arrays, _, batches = parts
         donated = {*map(id, arrays)}
-        others = map(id, itertools.chain.from_iterable(batches))
-        if len(donated) == len(arrays) and donated.isdisjoint(others):
+        if len(donated) == len(arrays) and donated.isdisjoint(map(id, batches)):
             return
-        named = [
-            f"argument {path[0].idx}{path_name(path[1:], '')}"
-            for path in call.state.paths()
-        ]
-        for number, form in enumerate(call.batches, self.state):
-            named += [f"argument {number}{path_name(p, '')}" for p in form.paths()]
+        named = [_argument(path) for path in call.state.paths()]
+        named += [_argument(path, self.state) for path in call.batches.paths()]
         found: dict[int, str] = {}
-        for name, x in zip(named, itertools.chain(arrays, *batches), strict=True):
+        for name, x in zip(named, [*arrays, *batches], strict=True):
             first = found.setdefault(id(x), name)
             if first != name and id(x) in donated:
                 raise ValueError(
@@ -164,10 +159,9 @@ class Step:
                 f"positional arguments are state; got {len(args)}."
             )
         form, arrays, variables = self._forms.split(args[: self.state])
-        batches = [*args[self.state :], *kwargs.values()]
-        split = [forms.split(batch, numbers=True) for batch in batches]
-        call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
-        return _Parts(call, arrays, variables, [arrays for _, arrays in split])
+        batches = (*args[self.state :], *kwargs.values())
+        others, laid = forms.split(batches, numbers=True)
+        return _Parts(_Call(form, others, tuple(kwargs)), arrays, variables, laid)
 
     def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, Counters]]]:
         """(the program of this kind of step, the counters of its rules after it)."""
@@ -212,8 +206,7 @@ class Step:
 
     def _check_batches(self, parts: _Parts) -> None:
         """Refuse a state among the batches, which would be split."""
-        pairs = zip(parts.call.batches, parts.batches, strict=True)
-        batches = (form.merge(arrays) for form, arrays in pairs)
+        batches = parts.call.batches.merge(parts.batches)
         for number, batch in enumerate(batches, self.state):
             if held.is_state(batch):
                 raise ValueError(
@@ -223,18 +216,13 @@ class Step:
                 )
 
     def _run(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
     ) -> tuple[Arrays, Tree, How]:
         """The step of all workers, on arrays."""
         layout, form = self.layout(), call.state
         whose = f"{self.name} with state={self.state}"
         levels = layout.check(held.leaves(form, arrays), whose)
-        laid = [
-            self._lay(f"argument {number}", *batch)
-            for number, batch in enumerate(
-                zip(call.batches, batches, self._splits(call), strict=True), self.state
-            )
-        ]
+        laid, lie = self._lay(call, batches)
         fun = with_specs(functools.partial(self._one_worker, call, asked), layout.specs)
         for level in reversed(range(len(layout.sizes))):
             own = marks(levels, level)
@@ -242,11 +230,11 @@ class Step:
                 fun,
                 layout.axes[level],
                 mesh=layout.mesh,
-                in_axes=(own, [[mark for _, mark in batch] for batch in laid]),
+                in_axes=(own, lie),
                 out_axes=(own, 0, 0),
             )
         try:
-            new, others, how = fun(arrays, [[x for x, _ in batch] for batch in laid])
+            new, others, how = fun(arrays, laid)
         except UnequalError as error:
             raise ValueError(
                 f"{self.name} makes each worker's own of what workers share, counters "
@@ -273,32 +261,31 @@ class Step:
             results = means(jax.lax.optimization_barrier(results))
         return results
 
-    def _splits(self, call: _Call) -> tuple[bool | None, ...]:
-        """`split` for each batch."""
-        keywords = len(call.keywords)
-        if not isinstance(self.split, tuple):
-            return (self.split,) * len(call.batches)
-        if len(self.split) != len(call.batches) - keywords:
+    def _lay(self, call: _Call, batches: Arrays) -> tuple[list[jax.Array], list[Mark]]:
+        """All workers' batches `[*sizes, ...]`, and 0 for what lies along them."""
+        trees, splits = call.batches.bare(batches), self.split
+        if not isinstance(splits, tuple):
+            splits = (splits,) * len(trees)
+        elif len(splits) != (number := len(trees) - len(call.keywords)):
             raise ValueError(
-                f"split of {self.name} is for {len(self.split)} batches; got "
-                f"{len(call.batches) - keywords} behind the state, without keywords."
+                f"split of {self.name} is for {len(splits)} batches; got {number} "
+                "behind the state, without keywords."
             )
-        return (*self.split, *(True,) * keywords)
-
-    def _lay(
-        self, where: str, form: forms.Form, arrays: Arrays, split: bool | None
-    ) -> list[tuple[jax.Array, Mark]]:
-        """All workers' batch: (`[*sizes, ...]`, 0 if it lies along them, or `None`)."""
-        if split is not None and fields.nodes_of(form.bare(arrays), _is_list):
-            raise ValueError(
-                f"{where.capitalize()} of {self.name} holds a list of numbers, each of "
-                "which would be the same for all workers. Pass an array to split it, "
-                "jnp.asarray(batch); split=None gives each worker the whole list."
-            )
-        return [
-            self._along(x, split, f"{where}{path_name(path, '')}")
-            for path, x in zip(form.paths(), arrays, strict=True)
+        else:
+            splits += (True,) * len(call.keywords)
+        for number, batch in enumerate(trees):
+            if splits[number] is not None and fields.nodes_of(batch, _is_list):
+                raise ValueError(
+                    f"Argument {number + self.state} of {self.name} holds a list of "
+                    "numbers, each of which would be the same for all workers. Pass an "
+                    "array to split it, jnp.asarray(batch); split=None gives each "
+                    "worker the whole list."
+                )
+        found = [
+            self._along(x, splits[path[0].idx], _argument(path, self.state))
+            for path, x in zip(call.batches.paths(), batches, strict=True)
         ]
+        return [x for x, _ in found], [mark for _, mark in found]
 
     def _along(
         self, x: jax.Array, split: bool | None, where: str
@@ -334,11 +321,11 @@ class Step:
         return x.reshape(*layout.sizes, rows // number, *shape[1:]), 0
 
     def _one_worker(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
     ) -> tuple[Arrays, Tree, How]:
         """One worker's step: (the new state's arrays, the other results, how)."""
         given = call.state.merge(arrays)
-        rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
+        rest = call.batches.merge(batches)
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
         with asked.tracing(arrays):
@@ -383,6 +370,11 @@ class Step:
             "results, `return params, state, loss` with state=2, or changes NNX objects"
             f" in place. In what it returned {forms.difference(form, found)}."
         )
+
+
+def _argument(path: KeyPath, before: int = 0) -> str:
+    """The name of an array in the arguments of a step, behind so many others."""
+    return f"argument {before + path[0].idx}{path_name(path[1:], '')}"
 
 
 def _is_list(x: Tree) -> bool:

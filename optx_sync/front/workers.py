@@ -407,7 +407,7 @@ class Workers:
             Array([0., 0., 0., 0.], dtype=float32)
         """
         form, arrays = forms.split(state)
-        params = (found.tree(arrays) for found in held.held(state, form))
+        params = (found.tree(arrays) for found in held.held(form))
         return metrics(form.bare(arrays), next(params, None))
 
     def fingerprint(self, state: Tree) -> dict[Worker, str]:
@@ -441,7 +441,7 @@ class Workers:
             {2: '[0]'}
         """
         form, arrays, _ = self._all(state, "workers.fingerprint")
-        return differing(self._layout, form, arrays, held.prefix(state))
+        return differing(self._layout, form, arrays)
 
     def resize(
         self,
@@ -624,7 +624,7 @@ def _center(
     pairs = zip(held.centers(outermost), held.centers(form.bare(one)), strict=True)
     # That of one worker alone, `axis_name=None`, lies with each worker.
     centers = (node if fields.is_level(node) else own for node, own in pairs)
-    for node, params in zip(centers, held.held(form.bare(arrays), form), strict=True):
+    for node, params in zip(centers, held.held(form), strict=True):
         params.put(one, node.center_params(params.tree(one)))
     return [one[place] for place in places]
 

@@ -71,12 +71,12 @@ def params(state: Tree, leaves: Iterable[Leaf]) -> dict[Names, Leaf]:
     }
 
 
-def held(state: Tree, form: Form) -> list[Held]:
+def held(form: Form) -> list[Held]:
     """For each center in a state, the parameters that belong to it."""
     numbers = range(len(form.paths()))
+    state, found = form.bare(numbers), []
     own = params(state, leaves(form, numbers))
-    found = []
-    for node in centers(form.bare(numbers)):
+    for node in centers(state):
         center: Tree = (fields.center_of(node) or ((), ()))[1]
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
         places = []

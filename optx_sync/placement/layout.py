@@ -204,7 +204,7 @@ class Layout(NamedTuple):
         check_one_number(numbers, self.sizes)
         one = [_of_one(leaf, len(leaf.along(self.sizes))) for leaf in leaves]
         if numbers[0] != self.sizes[0]:
-            first, *_ = [*held.held(tree, form), held.NOTHING]
+            first, *_ = [*held.held(form), held.NOTHING]
             params, tree = resize_tree(
                 first.tree(arrays),
                 tree,

@@ -68,10 +68,9 @@ def resize_tree(
     if init is None:
         fresh = [np.full(x.one.shape, _begins(x.leaf)) for x in found]
     else:
-        last = jax.tree.map(lambda x: jnp.asarray(x[-1]), params)
-        for _ in range(0 if replicated else levels - 1):
-            last = jax.tree.map(lambda x: x[0], last)
-        fresh = jax.tree.leaves(jax.tree.map(_on_host, init(last)))
+        last = (-1, *[0] * (0 if replicated else levels - 1))
+        one_worker = jax.tree.map(lambda x: jnp.asarray(x[last]), params)
+        fresh = jax.tree.leaves(jax.tree.map(_on_host, init(one_worker)))
     new = []
     for one, x, begun in zip(found, stacked, fresh, strict=True):
         x = how.of(one.leaf, x, begun)
