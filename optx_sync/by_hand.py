@@ -14,7 +14,7 @@ from optx_sync.fingerprints import by_name
 from optx_sync.peers.gossip import mean_params as mean_params
 from optx_sync.placement import leaves as placing
 from optx_sync.placement.leaves import Leaf, map_leaves
-from optx_sync.placement.resize import Joiners, resize_tree, worker_axes
+from optx_sync.placement.resize import Joiners, Resize, worker_axes
 from optx_sync.placement.workers import map_workers as map_workers
 from optx_sync.signatures import readable as _readable
 from optx_sync.step import due as due
@@ -273,18 +273,8 @@ def resize(
             "This is not a state of tx, built like the transformation that made it: "
             f"{jax.tree.structure(state)} is not {jax.tree.structure(like)}."
         )
-    resized = resize_tree(
-        params,
-        state,
-        like,
-        n,
-        levels=levels,
-        joiners=joiners,
-        strict=strict,
-        replicated=replicated,
-        init=tx.init,
-    )
-    return forms.unflatten(jax.tree.leaves(resized))
+    how = Resize(n, levels, joiners, strict, replicated, tx.init)
+    return forms.unflatten(jax.tree.leaves(how.of(params, state, like)))
 
 
 def _shape_of_first(x: Any) -> jax.ShapeDtypeStruct:

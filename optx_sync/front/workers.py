@@ -25,6 +25,7 @@ from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.placement.resize import Resize
 from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
@@ -492,7 +493,8 @@ class Workers:
         places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        return form.merge(to._layout.resize(form, arrays, joiners, strict, places))
+        how = Resize(to.sizes[0], len(to.sizes), joiners, strict)
+        return form.merge(to._layout.resize(form, arrays, how, places))
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""

@@ -34,7 +34,7 @@ from optx_sync.placement.leaves import (
     specs_like,
     stacked,
 )
-from optx_sync.placement.resize import Joiners, resize_tree
+from optx_sync.placement.resize import Resize
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -95,8 +95,8 @@ class Layout(NamedTuple):
     def numbers(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         """Of how many workers along each axis arrays are; as here where none lies."""
         found = list(self.sizes)
-        for leaf, levels in zip(leaves, self.levels(leaves), strict=True):
-            for place, level in enumerate(levels):
+        for leaf in leaves:
+            for place, level in enumerate(leaf.along(range(len(found)))):
                 found[level] = leaf.x.shape[place]
         return tuple(found)
 
@@ -187,12 +187,7 @@ class Layout(NamedTuple):
         return jax.lax.with_sharding_constraint(arrays, self.places(form, shapes))
 
     def resize(
-        self,
-        form: Form,
-        arrays: Arrays,
-        joiners: Joiners,
-        strict: bool,
-        places: Sequence[Sharding] | None = None,
+        self, form: Form, arrays: Arrays, how: Resize, places: Sequence[Sharding] | None
     ) -> list[jax.Array]:
         """The arrays of as many workers as these, from those of any number, placed.
 
@@ -205,15 +200,7 @@ class Layout(NamedTuple):
         one = [_of_one(leaf, len(leaf.along(self.sizes))) for leaf in leaves]
         if numbers[0] != self.sizes[0]:
             first, *_ = [*held.held(form), held.NOTHING]
-            params, tree = resize_tree(
-                first.tree(arrays),
-                tree,
-                form.bare(one),
-                self.sizes[0],
-                levels=len(self.sizes),
-                joiners=joiners,
-                strict=strict,
-            )
+            params, tree = how.of(first.tree(arrays), tree, form.bare(one))
             arrays = form.pick(tree)
             first.put(arrays, params)
         places = places or self.places(form, one)
@@ -254,7 +241,7 @@ def _spec_of(
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {name for entry in spec for name in shards.axes_in(entry)}
+    used = set(shards.axes_of(spec))
     if not used or not used <= set(mesh.shape) - set(workers):
         raise ValueError(
             f"The parameter {path_name(leaf.path)} is sharded as {sharding}; a "

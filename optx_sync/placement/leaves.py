@@ -8,7 +8,7 @@ follow the parameters have a worker axis only if the parameters do.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from optx_sync.checks import integer
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
-from optx_sync.trees import KeyPath, Tree, check_arrays, is_slices, names_of
+from optx_sync.trees import Item, KeyPath, Tree, check_arrays, is_slices, names_of
 
-Item = TypeVar("Item")
 # Whether an array has the axis of a level's workers in front (0), or they share it.
 Mark: TypeAlias = int | None
 

@@ -25,7 +25,7 @@ from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.step import direct_transformation, take_weight
+from optx_sync.step import Direct, direct_transformation, take_weight
 from optx_sync.trees import Tree
 
 _CALL = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
@@ -258,7 +258,7 @@ def sync_replicas(
         measure,
     )
     refuse(replicas, _TOGETHER)
-    return direct_transformation(replicas.init, replicas.update, replicas.apply)
+    return direct_transformation(replicas.init, Direct(replicas.apply), replicas.update)
 
 
 class _Step(NamedTuple):
