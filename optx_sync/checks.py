@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync import forms, trees
+from optx_sync import trees
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import Tree
 
@@ -165,8 +165,8 @@ def one_of(name: str, value: object, kinds: object) -> None:
 def check_params(params: Tree) -> None:
     """Refuse parameters among other objects: only arrays are trained."""
     check_no_train_state(params)
-    for leaf in jax.tree.leaves(params, is_leaf=forms.is_module):
-        if forms.is_module(leaf):
+    for leaf in jax.tree.leaves(params, is_leaf=_is_nnx_module):
+        if _is_nnx_module(leaf):
             raise TypeError(
                 f"init takes the parameters as arrays; got {type(leaf).__name__}, a "
                 "Flax NNX module. Pass nnx.state(module, nnx.Param), as nnx.Optimizer "
@@ -194,6 +194,14 @@ def refuse_placeholder(params: Tree, what: str) -> None:
             "parts or pieces: it asks init for a state of no parameters. For specs "
             "take oxs.by_hand.state_specs(tx, params, param_specs, axis)."
         )
+
+
+def _is_nnx_module(x: object) -> bool:
+    # By name: Flax is optional, and not imported here.
+    return any(
+        parent.__name__ == "Module" and parent.__module__.startswith("flax.nnx")
+        for parent in type(x).__mro__
+    )
 
 
 def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> None:

@@ -258,11 +258,6 @@ def is_object(x: object) -> bool:
     return _is_of_nnx(type(x), "Pytree")
 
 
-def is_module(x: object) -> bool:
-    """Whether this is a module of Flax NNX; for `is_leaf=`."""
-    return _is_of_nnx(type(x), "Module")
-
-
 @functools.cache  # of a class: a step asks of each node in its state
 def _is_of_nnx(kind: type, base: str) -> bool:
     return issubclass(kind, getattr(sys.modules.get("flax.nnx"), base, ()))

@@ -154,7 +154,7 @@ def _leaves(
             continue
         field = Field(holder.node, name, kind, holder.level)
         found = _leaves(child, inside, (*around, field))
-        if isinstance(node, fields.InPieces):
+        if fields.is_in_pieces(node):
             pairs = zip(found, node.sizes, strict=True)
             found = (leaf._replace(size=size) for leaf, size in pairs)
         yield from found
