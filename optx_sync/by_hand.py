@@ -9,7 +9,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer, one_of
-from optx_sync.comm import shards
 from optx_sync.fingerprints import by_name
 from optx_sync.peers.gossip import mean_params as mean_params
 from optx_sync.placement import leaves as placing
@@ -106,7 +105,7 @@ def state_specs(
     """
     state = _state_shapes(tx, params)
     mend = "Pass a PartitionSpec for each of them, or one for all: jax.P()."
-    given = placing.entries(param_specs, params, "param_specs", mend, shards.is_spec)
+    given = placing.entries(param_specs, params, "param_specs", mend, None)
     named = zip(by_name(params).items(), given, strict=True)
     known = {name: (x, spec) for (name, x), spec in named}
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
@@ -186,7 +185,8 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
             )
         return first_worker(leaf.x)
 
-    return map_leaves(of_first, tree, placing.marks_like(axes, tree))
+    marks = placing.marks_of(0 if axes is None else axes, tree)
+    return map_leaves(of_first, tree, marks)
 
 
 def resize(

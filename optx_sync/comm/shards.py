@@ -59,11 +59,6 @@ def with_specs(specs: Specs | None) -> Any:
     return _context(now if specs is None else _Known(specs))
 
 
-def is_spec(x: Any) -> bool:
-    """Whether this is a `PartitionSpec`: an `is_leaf` for trees of them."""
-    return isinstance(x, PartitionSpec)
-
-
 def axes_in(entry: Any) -> tuple[str, ...]:
     """The axis names in an entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else entry or ()
@@ -89,8 +84,8 @@ def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Spec
     inner = {name: n for name, n in sizes.items() if name not in check_axis_name(axes)}
     # nnx.get_partition_spec leaves variables around them, which parameters lose.
     specs = pure(specs)
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        if not is_spec(spec):
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        if not isinstance(spec, PartitionSpec):
             raise TypeError(
                 "specs is a tree of the jax.sharding.PartitionSpec of one worker's "
                 f"parameters; at {path_name(path)} it holds a {type(spec).__name__}. "

@@ -249,7 +249,7 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, levels), self._averaged(others), how
+        return layout.pinned(form, new), self._averaged(others), how
 
     def _averaged(self, results: Tree) -> Tree:
         """The means of results, where that sends nothing."""

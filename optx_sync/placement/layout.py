@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import (
     AbstractMesh,
     Mesh,
@@ -172,7 +171,7 @@ class Layout(NamedTuple):
             places.append(NamedSharding(mesh, PartitionSpec(*entries)))
         return places
 
-    def pinned(self, form: Form, arrays: Arrays, levels: Levels) -> list[jax.Array]:
+    def pinned(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """All workers' arrays, where they belong if their specs are known.
 
         The compiler would choose, and compile once more for what it chose.
@@ -180,11 +179,17 @@ class Layout(NamedTuple):
         mesh = self.mesh
         if self.specs is None or mesh is None or mesh.explicit_axes:
             return list(arrays)
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape[len(along) :], x.dtype)
-            for x, along in zip(arrays, levels, strict=True)
-        ]
-        return jax.lax.with_sharding_constraint(arrays, self.places(form, shapes))
+        one = map(self._of_one, held.leaves(form, arrays))
+        return jax.lax.with_sharding_constraint(arrays, self.places(form, list(one)))
+
+    def _of_one(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        """One worker's array by its shape; of one in pieces the whole."""
+        shape, size = leaf.x.shape[len(leaf.along(self.sizes)) :], leaf.size or 0
+        if shape and leaf.cut() == fields.Cut.NUMBERS:
+            shape = (size,)
+        elif shape and leaf.cut():
+            shape = (size // math.prod(shape[1:]), *shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.x.dtype)
 
     def resize(
         self, form: Form, arrays: Arrays, how: Resize, places: Sequence[Sharding] | None
@@ -197,7 +202,7 @@ class Layout(NamedTuple):
         tree, leaves = form.bare(arrays), held.leaves(form, arrays)
         numbers = self.numbers(leaves)
         check_one_number(numbers, self.sizes)
-        one = [_of_one(leaf, len(leaf.along(self.sizes))) for leaf in leaves]
+        one = list(map(self._of_one, leaves))
         if numbers[0] != self.sizes[0]:
             first, *_ = [*held.held(form), held.NOTHING]
             params, tree = how.of(first.tree(arrays), tree, form.bare(one))
@@ -249,25 +254,6 @@ def _spec_of(
             f"{dict(mesh.shape)!r}. Place one worker's on this mesh: jax.device_put."
         )
     return spec
-
-
-def _of_one(leaf: Leaf, levels: int) -> jax.ShapeDtypeStruct:
-    """One worker's array by its shape; of one in pieces the whole, as its parameter."""
-    shape, cut = leaf.x.shape[levels:], leaf.cut()
-    if shape and cut == fields.Cut.NUMBERS:
-        shape = (leaf.size,)
-    elif shape and cut:
-        places = [type(around.node) for around in leaf.around]
-        group = leaf.around[places.index(fields.Owned) + 1].name
-        (number,) = (
-            around.node.numbers[group]
-            for around in leaf.around
-            if hasattr(type(around.node), "numbers")
-        )
-        # Equal on all workers, some of whom are elsewhere.
-        rows = int(np.ravel(number.addressable_shards[0].data)[0])
-        shape = (rows, *shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.x.dtype)
 
 
 def strong(x: Tree) -> jax.Array:

@@ -235,7 +235,7 @@ def entries(
     tree: Tree,
     what: str,
     mend: str,
-    is_leaf: Callable[[Tree], bool] = is_none,
+    is_leaf: Callable[[Tree], bool] | None = is_none,
 ) -> list[Tree]:
     """The entry of a prefix of a tree for each of the tree's leaves."""
     try:
@@ -252,10 +252,13 @@ def entries(
     return jax.tree.leaves(each, is_leaf=is_leaf)
 
 
-FIT = (
-    "Pass 0 or None, or a tree of them like the first levels of the value; "
-    "oxs.by_hand.state_axes(tx, params) gives that of a state."
-)
+def marks_of(axes: Tree, tree: Tree, what: str = "axes") -> list[Mark]:
+    """The mark of each array of a tree in a prefix of it."""
+    mend = (
+        "Pass 0 or None, or a tree of them like the first levels of the value; "
+        "oxs.by_hand.state_axes(tx, params) gives that of a state."
+    )
+    return entries(axes, tree, what, mend)
 
 
 # How an array is cut over n workers.
@@ -291,18 +294,12 @@ def specs_like(
     return list(map(spec, leaves_of(tree), shards.specs_like(tree, params, sizes)))
 
 
-def marks_like(axes: Tree, tree: Tree) -> list[Mark]:
-    """The mark of each array of a tree in `axes`; without these 0."""
-    return entries(0 if axes is None else axes, tree, "axes", FIT)
-
-
 def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
     """`oxs.by_hand.replicate`."""
     n = integer("n", n, "Pass the number of workers.")
     check_arrays(tree, "What is stacked")
-    return map_leaves(
-        lambda leaf, mark: stacked(leaf, leaf.x, n, mark), tree, marks_like(axes, tree)
-    )
+    marks = marks_of(0 if axes is None else axes, tree)
+    return map_leaves(lambda leaf, mark: stacked(leaf, leaf.x, n, mark), tree, marks)
 
 
 def stacked(leaf: Leaf, x: Tree, n: int, mark: Mark, level: int = 0) -> jax.Array:

@@ -24,7 +24,7 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
-from optx_sync.placement.leaves import FIT, Mark, entries, is_none
+from optx_sync.placement.leaves import Mark, is_none, marks_of
 from optx_sync.trees import (
     Tree,
     check_arrays,
@@ -251,7 +251,7 @@ class _Workers(NamedTuple):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], positions: int | None
     ) -> list[Mark]:
         """The mark of each leaf of the arguments, checked against its shape."""
-        marks = _marks((self.in_axes, 0), (args, kwargs), "in_axes")
+        marks = marks_of((self.in_axes, 0), (args, kwargs), "in_axes of map_workers")
         leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
         own = {
             path_name(path[1:]): x
@@ -284,12 +284,12 @@ class _Workers(NamedTuple):
         """One worker's results, which fit `out_axes`."""
         results = self.fun(*args, **kwargs)
         check_arrays(results, "The result of map_workers")
-        _marks(self.out_axes, results, "out_axes")
+        marks_of(self.out_axes, results, "out_axes of map_workers")
         return results
 
     def _with_axes(self, results: Tree) -> Tree:
         """One worker's results on a mesh, with a worker axis where they have one."""
-        marks = iter(_marks(self.out_axes, results, "out_axes"))
+        marks = iter(marks_of(self.out_axes, results, "out_axes of map_workers"))
 
         def place(path, x):
             if next(marks) is not None:
@@ -392,10 +392,6 @@ def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
             f"'{2 * used}' before the first array.",
             stacklevel=3,
         )
-
-
-def _marks(axes: Tree, tree: Tree, what: str) -> list[Mark]:
-    return entries(axes, tree, f"{what} of map_workers", FIT)
 
 
 def _lay(
