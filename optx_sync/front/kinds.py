@@ -62,14 +62,13 @@ class Asked:
     Attributes:
         told: The kind for each rule, by its places; `None`: rules are told nothing, so
             that they have conditionals, and learned of.
-        rules: The rules found, in the order in which they asked.
-        counted: Those of them that a host can count.
+        rules: The rules found, in the order in which they asked; once the step has
+            come back, those of them that a host can count.
     """
 
     def __init__(self, told: Mapping[Places, int] | None = None):
         self.told = told
         self.rules: list[Rule] = []
-        self.counted: list[Rule] = []
         self._given: dict[int, int] = {}
         self._after: dict[Places, Counters] = {}
 
@@ -107,7 +106,7 @@ class Asked:
 
         Those whose counters came back as the rule has made them.
         """
-        self.counted = [
+        self.rules = [
             rule
             for rule in self.rules
             if all(map(operator.is_, rule.counters(arrays), self._after[rule.places]))

@@ -186,8 +186,8 @@ class Step:
             asked = Asked()
             program = self._program(call, asked)
             program.trace(parts.arrays, parts.batches)
-            self.rules[call] = asked.counted
-            if not asked.counted:
+            self.rules[call] = asked.rules
+            if not asked.rules:
                 self.programs[call, ()] = program
         return self.rules[call]
 

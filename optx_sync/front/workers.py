@@ -663,8 +663,7 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
 @jax.jit
 def _all_differ(arrays: list[jax.Array]) -> jax.Array:
     """Whether each of these arrays differs from worker to worker."""
-    differ = [(x != x[:1]).any() for x in arrays]
-    return functools.reduce(jnp.logical_and, differ)
+    return jnp.stack([(x != x[:1]).any() for x in arrays]).all()
 
 
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
