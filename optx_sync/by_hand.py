@@ -9,13 +9,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer, one_of
-from optx_sync.comm import shards
 from optx_sync.fingerprints import by_name
 from optx_sync.peers.gossip import mean_params as mean_params
-from optx_sync.placement import axes as placing
-from optx_sync.placement.leaves import Leaf, check_levels, leaves_of, map_leaves
-from optx_sync.placement.resize import Joiners, resize_tree, worker_axes
-from optx_sync.placement.workers import entries
+from optx_sync.placement import leaves as placing
+from optx_sync.placement.leaves import Leaf, map_leaves
+from optx_sync.placement.resize import Joiners, Resize, worker_axes
 from optx_sync.placement.workers import map_workers as map_workers
 from optx_sync.signatures import readable as _readable
 from optx_sync.step import due as due
@@ -61,7 +59,7 @@ def state_axes(
     """
     level = integer("level", level, "The outermost is 0.", least=-(2**31))
     state = _state_shapes(tx, params)
-    check_levels(state, level + 1)
+    placing.check_levels(state, level + 1)
     return map_leaves(lambda leaf: leaf.mark(level, replicated), state)
 
 
@@ -107,22 +105,21 @@ def state_specs(
     """
     state = _state_shapes(tx, params)
     mend = "Pass a PartitionSpec for each of them, or one for all: jax.P()."
-    given = entries(param_specs, params, "param_specs", mend, shards.is_spec)
+    given = placing.entries(param_specs, params, "param_specs", mend, None)
     named = zip(by_name(params).items(), given, strict=True)
     known = {name: (x, spec) for (name, x), spec in named}
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
     if worker_axis is None:
         levels = ()
     else:
-        check_levels(state, len(levels))
+        placing.check_levels(state, len(levels))
 
     def with_axes(leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         marks = (leaf.mark(level, replicated) for level in range(len(levels)))
         front = [axis for axis, mark in zip(levels, marks, strict=True) if mark == 0]
         return PartitionSpec(*front, *spec)
 
-    specs = map(with_axes, leaves_of(state), placing.specs_like(state, known))
-    return jax.tree.structure(state).unflatten(specs)
+    return map_leaves(with_axes, state, placing.specs_like(state, known))
 
 
 def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
@@ -188,7 +185,8 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
             )
         return first_worker(leaf.x)
 
-    return placing.map_marked(of_first, tree, axes)
+    marks = placing.marks_of(0 if axes is None else axes, tree)
+    return map_leaves(of_first, tree, marks)
 
 
 def resize(
@@ -275,18 +273,8 @@ def resize(
             "This is not a state of tx, built like the transformation that made it: "
             f"{jax.tree.structure(state)} is not {jax.tree.structure(like)}."
         )
-    resized = resize_tree(
-        params,
-        state,
-        like,
-        n,
-        levels=levels,
-        joiners=joiners,
-        strict=strict,
-        replicated=replicated,
-        init=tx.init,
-    )
-    return forms.unflatten(jax.tree.leaves(resized))
+    how = Resize(n, levels, joiners, strict, replicated, tx.init)
+    return forms.unflatten(jax.tree.leaves(how.of(params, state, like)))
 
 
 def _shape_of_first(x: Any) -> jax.ShapeDtypeStruct:

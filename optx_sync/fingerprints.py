@@ -28,8 +28,7 @@ from jax.experimental import multihost_utils
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.shards import Names
-from optx_sync.placement.axes import equal_on_replicas
-from optx_sync.placement.leaves import is_key
+from optx_sync.placement.leaves import equal_on_replicas, is_key
 from optx_sync.shapes import Array, Bool, Int32, UInt32
 from optx_sync.trees import Tree, check_arrays, names_of, path_name, pure
 

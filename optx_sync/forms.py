@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optx_sync.trees import KeyPath, Tree, path_name
+from optx_sync.trees import Item, KeyPath, Tree, path_name
 
 # Marks a leaf that is an array. Each step compares all marks, and `None` is quick.
 _ARRAY = None
@@ -41,27 +41,18 @@ class Form(NamedTuple):
     treedef: Structure  # variables are its leaves
     leaves: tuple[Entry, ...]
 
-    @property
-    def is_of_arrays(self) -> bool:
-        """Whether all leaves are arrays, none of them in a variable."""
-        return {*map(type, self.leaves)} <= {type(_ARRAY)}
-
     def merge(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with these arrays."""
-        if self.is_of_arrays:
-            return self.treedef.unflatten(arrays)
         return self.treedef.unflatten(
             self._filled(arrays, lambda leaf, own: leaf.unflatten(own))
         )
 
     def bare(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with arrays for variables, and `None` for what is no array."""
-        if self.is_of_arrays:
-            return self.treedef.unflatten(arrays)
-        filled = self._filled(arrays, lambda _, own: own[0] if len(own) == 1 else own)
+        leaves = self._filled(arrays, lambda _, own: own[0] if len(own) == 1 else own)
         return self.treedef.unflatten(
             None if isinstance(leaf, Kept) else x
-            for x, leaf in zip(filled, self.leaves, strict=True)
+            for x, leaf in zip(leaves, self.leaves, strict=True)
         )
 
     def _filled(
@@ -94,8 +85,7 @@ class Form(NamedTuple):
 
     def paths(self) -> list[KeyPath]:
         """The path to each array."""
-        paths = self.paths_of_leaves()
-        return [paths[place] for place in self._places()]
+        return self._each(self.paths_of_leaves())
 
     def paths_of_leaves(self) -> list[KeyPath]:
         """The path to each leaf, array or not."""
@@ -105,12 +95,12 @@ class Form(NamedTuple):
     def variables(self) -> list[type | None]:
         """The class of the variable that holds each array, `None` without one."""
         kinds = [getattr(x, "node_data", lambda: [None])()[0] for x in self.leaves]
-        return [kinds[place] for place in self._places()]
+        return self._each(kinds)
 
-    def _places(self) -> list[int]:
-        """For each array the place of its leaf."""
-        counts = map(_count, self.leaves)
-        return [place for place, count in enumerate(counts) for _ in range(count)]
+    def _each(self, values: Sequence[Item]) -> list[Item]:
+        """For each array the value of its leaf."""
+        pairs = zip(values, self.leaves, strict=True)
+        return [value for value, leaf in pairs for _ in range(_count(leaf))]
 
     def update(
         self, trees: Sequence[Tree], arrays: Iterable[Tree], variables: Iterable[Any]
@@ -119,7 +109,7 @@ class Form(NamedTuple):
 
         Variables are set in place, and objects of NNX that hold them stay.
         """
-        if self.is_of_arrays:
+        if {*map(type, self.leaves)} <= {type(_ARRAY)}:  # quick, for each step
             return list(self.treedef.unflatten(arrays))
         variables = iter(variables)
 

@@ -22,55 +22,48 @@ from optx_sync.trees import Tree
 Period = int | optax.Schedule
 
 
-class _Direct(NamedTuple):
-    """What a wrapper can do beside Optax's `init` and `update`."""
+class Direct(NamedTuple):
+    """What a wrapper can do beside Optax's `init` and `update`.
 
-    update: Callable[..., Any]  # the one whose wrapper it is
-    apply: Callable[..., tuple[Tree, Any]]
-    communication_period: Period | None
-    moved: Callable[[Any, Tree, Tree], Any] | None
-    parts: int  # that meet in turns, each so many steps after the one before
-
-
-def direct_transformation(
-    init: Callable[..., Any],
-    update: Callable[..., Any],
-    apply: Callable[..., tuple[Tree, Any]],
-    communication_period: Period | None = None,
-    moved: Callable[[Any, Tree, Tree], Any] | None = None,
-    parts: int = 1,
-) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that can also return the new parameters.
-
-    Wrappers that compute new parameters would have to write them to memory as updates,
-    for the caller to add. `apply(grads, state, params, **extra_args)` returns `(params,
-    state)` instead, and compiles to the program that one would write by hand.
-
-    Its `update` carries that. A transformation is a tree of its two functions for JAX,
-    Flax and Orbax, which make another one of them: a class of ours would not survive.
-
-    Args:
-        init: As in Optax.
-        update: As in Optax.
+    Attributes:
         apply: `(grads, state, params, **extra_args) -> (params, state)`.
         communication_period: For `due`.
         moved: `(state, before, after) -> state`, the state after another wrapper has
             moved the parameters; `None` if the state does not depend on them.
-        parts: How many parts meet in turns, for `cycle_of`.
+        parts: How many parts meet in turns, each so many steps after the one before.
+        update: The one that carries this.
     """
-    step: Any = _explained(init, update)
-    step.direct = _Direct(
-        step, _explained(init, apply), communication_period, moved, parts
-    )
+
+    apply: Callable[..., tuple[Tree, Any]]
+    communication_period: Period | None = None
+    moved: Callable[[Any, Tree, Tree], Any] | None = None
+    parts: int = 1
+    update: Callable[..., Any] | None = None
+
+
+def direct_transformation(
+    init: Callable[..., Any], direct: Direct, update: Callable[..., Any] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """An Optax transformation that can also return the new parameters.
+
+    Wrappers that compute new parameters would have to write them to memory as updates,
+    for the caller to add. `direct.apply` returns them instead, and compiles to the
+    program that one would write by hand. Without `update` as in Optax it lands on them.
+
+    Its `update` carries that. A transformation is a tree of its two functions for JAX,
+    Flax and Orbax, which make another one of them: a class of ours would not survive.
+    """
+    step: Any = _explained(init, update or landing_update(direct.apply))
+    step.direct = direct._replace(apply=_explained(init, direct.apply), update=step)
     return optax.GradientTransformationExtraArgs(init, step)
 
 
-def _direct(tx: Any) -> _Direct | None:
+def _direct(tx: Any) -> Direct | None:
     """What a wrapper can do, `None` if this is another transformation."""
     update = getattr(tx, "update", None)
     found = getattr(update, "direct", None)
     # `functools.wraps` copies it to a function that does something else.
-    return found if isinstance(found, _Direct) and found.update is update else None
+    return found if isinstance(found, Direct) and found.update is update else None
 
 
 def cycle_of(tx: Any) -> Period | None:

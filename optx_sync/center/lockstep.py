@@ -70,8 +70,8 @@ from optx_sync.placement.fields import fact
 from optx_sync.placement.leaves import map_but_counters
 from optx_sync.programs import Elementwise
 from optx_sync.step import (
+    Direct,
     direct_transformation,
-    landing_update,
     refuse_unread,
     take_weight,
     weight_takers,
@@ -192,14 +192,8 @@ def center_variable(
     parts = number_of_parts(options.fragments)
     between = None if parts is None else steps_between(options.period, parts)
     lockstep = Lockstep(CenterRounds(options, meeting_of(options)))
-    return direct_transformation(
-        lockstep.init,
-        landing_update(lockstep.apply),
-        lockstep.apply,
-        between,
-        lockstep.moved,
-        parts or 1,
-    )
+    direct = Direct(lockstep.apply, between, lockstep.moved, parts or 1)
+    return direct_transformation(lockstep.init, direct)
 
 
 # Of a rule without an outer optimizer: the center moves by the mean or sum.

@@ -13,12 +13,12 @@ types say it.
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optx_sync.comm.collectives import (
     AxisName,
@@ -59,14 +59,19 @@ def with_specs(specs: Specs | None) -> Any:
     return _context(now if specs is None else _Known(specs))
 
 
-def is_spec(x: Any) -> bool:
-    """Whether this is a `PartitionSpec`: an `is_leaf` for trees of them."""
-    return isinstance(x, PartitionSpec)
-
-
 def axes_in(entry: Any) -> tuple[str, ...]:
     """The axis names in an entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axis names in a `PartitionSpec`."""
+    return tuple(axis for entry in spec for axis in axes_in(entry))
+
+
+def are_explicit(mesh: Mesh | AbstractMesh, axes: Collection[str]) -> bool:
+    """Whether all of these axes of the mesh are of type `Explicit`."""
+    return set(axes) <= set(mesh.explicit_axes)
 
 
 def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Specs:
@@ -79,15 +84,14 @@ def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Spec
     inner = {name: n for name, n in sizes.items() if name not in check_axis_name(axes)}
     # nnx.get_partition_spec leaves variables around them, which parameters lose.
     specs = pure(specs)
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        if not is_spec(spec):
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        if not isinstance(spec, PartitionSpec):
             raise TypeError(
                 "specs is a tree of the jax.sharding.PartitionSpec of one worker's "
                 f"parameters; at {path_name(path)} it holds a {type(spec).__name__}. "
                 "Write for example specs={'w': P('shards')}, or P() for what is whole."
             )
-        unknown = {name for entry in spec for name in axes_in(entry)} - set(inner)
-        if unknown:
+        if unknown := set(axes_of(spec)) - set(inner):
             raise ValueError(
                 f"specs at {path_name(path)} is {spec}, and {sorted(unknown)[0]!r} is "
                 "no axis of the mesh along which a worker's parameters may be sharded; "
@@ -102,11 +106,7 @@ class Shards(NamedTuple):
     """How the arrays of a tree are sharded over the devices of one worker."""
 
     axes: tuple[str, ...]
-    specs: list[PartitionSpec]  # of each leaf
-
-    def of(self, tree: Tree) -> Tree:
-        """The specs as a tree."""
-        return jax.tree.structure(tree).unflatten(self.specs)
+    specs: Tree  # the `PartitionSpec` of each leaf
 
 
 def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
@@ -119,15 +119,14 @@ def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
     own = check_axis_name(axis_name)
     mapped = own and set(own) <= set(mesh.manual_axes)
     rest = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    typed = set(rest) <= set(mesh.explicit_axes)
+    typed = are_explicit(mesh, rest)
     specs = _context.value.specs
     if not (mapped and rest and (typed or specs is not None)):
         return None
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not typed:
-        return Shards(rest, [_asked(specs or (), p, x, mesh.shape) for p, x in leaves])
-    found = [jax.typeof(x).sharding.spec for _, x in leaves]
-    return Shards(rest, found) if any(map(_is_cut, found)) else None
+        return Shards(rest, _asked(specs or (), tree, mesh.shape))
+    found = jax.tree.map(_typed, tree)
+    return Shards(rest, found) if any(map(_is_cut, jax.tree.leaves(found))) else None
 
 
 def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
@@ -136,9 +135,9 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
     Along `Explicit` axes the types say them. Elsewhere an array is sharded like the
     leaf that it resembles (`spec_like`), or whole on each device.
     """
-    if _is_typed(shards.axes):
-        return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, memory)
-    specs, named = iter(shards.specs), {}
+    if are_explicit(jax.sharding.get_abstract_mesh(), shards.axes):
+        return jax.tree.map(_typed, memory)
+    specs, named = iter(jax.tree.leaves(shards.specs)), {}
     # A part of the parameters lacks some leaves, and so does what is owed of it.
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked):
         pair = (None, None) if is_masked(x) else (x, next(specs))
@@ -147,55 +146,35 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
 
 
 def of_part(part: Tree, params: Tree) -> Any:
-    """A context in which a part of the parameters lies by `spec_of_rows`."""
-    mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
+    """A context in which a part of the parameters lies by `spec_of_rows`.
+
+    It warns where parts that all shards send are more than what one of them sends.
+    """
+    specs, sizes = _context.value.specs, jax.sharding.get_abstract_mesh().shape
     if specs is None:
         return with_specs(None)
-    named = _named(params, specs, mesh.shape)
+    asked = jax.tree_util.tree_leaves_with_path(_asked(specs, params, sizes))
+    known = {names_of(path): spec for path, spec in asked}
     found = [
-        (name, ".".join(name), x, spec_of_rows(x.shape, named[name][1], mesh.shape))
+        (x.nbytes, name, x.shape, spec_of_rows(x.shape, known[name], sizes))
         for path, x in jax.tree_util.tree_leaves_with_path(part)
-        if (name := names_of(path)) in named
+        if (name := names_of(path)) in known
     ]
-    return _lying(found, named, mesh.shape, specs)
-
-
-def _lying(
-    found: Sequence[tuple[Names, str, Any, PartitionSpec | None]],
-    params: Named,
-    sizes: Mapping[str, int],
-    others: Specs = (),
-) -> Any:
-    """A context in which arrays (name, label, array, spec) lie so, or are whole."""
-    _warn_of_whole([one[1:] for one in found], params, sizes)
-    own = ((name, spec or PartitionSpec()) for name, _, _, spec in found)
-    return with_specs((*own, *others))  # of equally long names the first counts
-
-
-def _named(params: Tree, specs: Specs, sizes: Mapping[str, int]) -> Named:
-    """The parameters and their specs by the names in their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {names_of(path): (x, _asked(specs, path, x, sizes)) for path, x in leaves}
-
-
-def _warn_of_whole(
-    arrays: Sequence[tuple[str, Any, PartitionSpec | None]],
-    params: Named,
-    sizes: Mapping[str, int],
-) -> None:
-    """Warn where parts that all shards send are more than what one of them sends."""
-    shards = math.prod(sizes[axis] for axis in _axes_of(params))
-    bytes_of = [(x.nbytes, name, x.shape, spec) for name, x, spec in arrays]
-    whole = [found[:3] for found in bytes_of if found[3] is None]
-    if whole and sum(x[0] for x in whole) * shards > sum(x[0] for x in bytes_of):
+    shards = math.prod(
+        sizes[axis] for axis in {*itertools.chain(*map(axes_of, known.values()))}
+    )
+    whole = [one[:3] for one in found if one[3] is None]
+    if whole and sum(one[0] for one in whole) * shards > sum(one[0] for one in found):
         _, name, shape = max(whole)
         warnings.warn(
-            f"Each of the {shards} shards of a worker sends all of {name}, an array of "
-            f"shape {shape}, as {shards} divides none of its axes. Cut it otherwise: "
-            "pass fragments=oxs.rules.strided(P), or a function that gives whole leaves"
-            f" to a part, or {shards} rows or a multiple.",
+            f"Each of the {shards} shards of a worker sends all of {'.'.join(name)}, an"
+            f" array of shape {shape}, as {shards} divides none of its axes. Cut it "
+            "otherwise: pass fragments=oxs.rules.strided(P), or a function that gives "
+            f"whole leaves to a part, or {shards} rows or a multiple.",
             stacklevel=2,
         )
+    own = ((name, spec or PartitionSpec()) for _, name, _, spec in found)
+    return with_specs((*own, *specs))  # of equally long names the first counts
 
 
 def in_shards(
@@ -263,25 +242,12 @@ def spec_of_rows(
     kept = _fitting(spec, shape, sizes)
     if kept == spec:
         return spec
-    axes = [axis for entry in spec for axis in axes_in(entry)]
-    return _divided(shape, axes, sizes) or (kept if _is_cut(kept) else None)
-
-
-def _divided(
-    shape: tuple[int, ...], axes: Sequence[str], sizes: Mapping[str, int]
-) -> PartitionSpec | None:
-    """The spec with all these axes along the first one that they divide evenly."""
+    axes = axes_of(spec)
     pieces = math.prod(sizes[axis] for axis in axes)
     for place, size in enumerate(shape):
         if size and size % pieces == 0:
-            return PartitionSpec(*[None] * place, one_or_several(tuple(axes)))
-    return None
-
-
-def _axes_of(params: Named) -> tuple[str, ...]:
-    """The mesh axes over which any of the parameters is sharded."""
-    found = (axes_in(entry) for _, spec in params.values() for entry in spec or ())
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+            return PartitionSpec(*[None] * place, one_or_several(axes))
+    return kept if _is_cut(kept) else None
 
 
 def _fitting(
@@ -375,25 +341,29 @@ def spec_like(
     return PartitionSpec()
 
 
-def _asked(specs: Specs, path: Any, x: Any, sizes: Mapping[str, int]) -> PartitionSpec:
-    spec = spec_of(specs, names_of(path), jnp.shape(x), sizes)
-    if spec is None:
-        known = [".".join(names) for names, _ in specs]
-        known = ", ".join(known[:3] + ["..."] * (len(known) > 3)) or "no parameter"
-        raise ValueError(
-            f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be sent, "
-            f"and specs says nothing of it: it has {known}. specs= of map_workers and "
-            "Workers is a tree like one worker's parameters, with the same names, or "
-            "like its first levels, of their PartitionSpecs."
-        )
-    return spec
+def _asked(specs: Specs, tree: Tree, sizes: Mapping[str, int]) -> Tree:
+    """The spec of each leaf of a tree that is to be sent."""
+
+    def asked(path, x):
+        spec = spec_of(specs, names_of(path), jnp.shape(x), sizes)
+        if spec is None:
+            known = [".".join(names) for names, _ in specs]
+            known = ", ".join(known[:3] + ["..."] * (len(known) > 3)) or "no parameter"
+            raise ValueError(
+                f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be "
+                f"sent, and specs says nothing of it: it has {known}. specs= of "
+                "map_workers and Workers is a tree like one worker's parameters, with "
+                "the same names, or like its first levels, of their PartitionSpecs."
+            )
+        return spec
+
+    return jax.tree_util.tree_map_with_path(asked, tree)
+
+
+def _typed(x: jax.Array) -> PartitionSpec:
+    """The spec that the type of an array says."""
+    return jax.typeof(x).sharding.spec
 
 
 def _is_cut(spec: PartitionSpec) -> bool:
     return any(entry is not None for entry in spec)
-
-
-def _is_typed(axes: tuple[str, ...]) -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(types[axis] == AxisType.Explicit for axis in axes)

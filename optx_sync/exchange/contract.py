@@ -221,7 +221,7 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
         found = shards.shards_of(tree, axis_name)
         if found is None:
             return meet(tree, state, axis_name, weight=weight, also=also)
-        specs, memory = found.of(tree), shards.like(state, tree, found)
+        specs, memory = found.specs, shards.like(state, tree, found)
         whole: Any = PartitionSpec()
         return shards.in_shards(
             functools.partial(inside, axis_name),

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from optx_sync.center.state import CenterState
-from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
 from optx_sync.placement import fields, held
@@ -23,68 +22,57 @@ from optx_sync.placement.held import is_of_optimizer
 from optx_sync.placement.layout import Arrays, Layout, Levels, marks
 from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.workers import map_workers
-from optx_sync.trees import names_of, one_or_several, path_name
+from optx_sync.trees import KeyPath, one_or_several, path_name
 
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 
 
-def differing(
-    layout: Layout, form: Form, arrays: Arrays, start: Names
-) -> dict[Worker, str]:
+def differing(layout: Layout, form: Form, arrays: Arrays) -> dict[Worker, str]:
     """The workers that differ and, for each, the path of the first array.
 
     Args:
         layout: How many workers there are, and where.
         form: That of the state of all.
         arrays: Its arrays.
-        start: The path to the parameters in it.
     """
     found: dict[Worker, str] = {}
-    leaves, levels = held.leaves(form, arrays), layout.levels(form, arrays)
+    leaves = held.leaves(form, arrays)
+    params = {x.path for x in held.params(form.bare(arrays), leaves).values()}
+    trained = {
+        leaf.path
+        for leaf, variable in zip(leaves, form.variables(), strict=True)
+        if leaf.path in params and is_trained(variable) and not is_key(leaf.x)
+    }
     for level in range(len(layout.sizes)):
-        chosen = [
-            place
-            for place in _equal(form, leaves, level, start)
-            # Simulated workers hold what they share once.
-            if layout.mesh is not None or level in levels[place]
-        ]
+        chosen = _equal(leaves, level, trained)
+        if layout.mesh is None:  # Simulated workers hold what they share once.
+            chosen = [leaf for leaf in chosen if leaf.mark(level) is not None]
         if not chosen:
             continue
-        first = _first(
-            layout,
-            level,
-            tuple(levels[place] for place in chosen),
-            [arrays[place] for place in chosen],
-        )
-        first = np.asarray(jax.device_get(first))
+        numbers = [leaf.x for leaf in chosen]
+        first = jax.device_get(_first(layout, level, layout.levels(chosen), numbers))
         for where in np.argwhere(first >= 0).tolist():
-            path = leaves[chosen[first[tuple(where)]]].path
+            path = chosen[first[tuple(where)]].path
             place = [*where[:-1]]
             place.insert(level, where[-1])
             found.setdefault(one_or_several(tuple(place)), path_name(path))
     return found
 
 
-def _equal(form: Form, leaves: Sequence[Leaf], level: int, start: Names) -> list[int]:
-    """The numbers of the arrays that must be equal along an axis."""
-    states = [
-        field.node
-        for leaf in leaves
-        for field in [field for field in leaf.around if field.level][level : level + 1]
-    ]
+def _equal(leaves: Sequence[Leaf], level: int, trained: set[KeyPath]) -> list[Leaf]:
+    """The arrays that must be equal along an axis; `trained` are the parameters."""
+    around = [[field for field in leaf.around if field.level] for leaf in leaves]
+    states = [field.node for levels in around for field in levels[level : level + 1]]
     # An axis without a state of its own is one of replicas.
     has_center = any(hasattr(type(node), "center_params") for node in states)
     before, chosen = _before_reductions(leaves), []
-    for place, (leaf, kind) in enumerate(zip(leaves, form.variables(), strict=True)):
+    for leaf in leaves:
         computed = _is_computed(leaf, level, before)
+        equal = not has_center and (computed or leaf.path in trained)
         if leaf.levels and not computed:
             equal = leaf.mark(level, replicated=not has_center) is None
-        else:
-            is_param = names_of(leaf.path)[: len(start)] == start
-            is_param = is_param and not is_key(leaf.x) and is_trained(kind)
-            equal = not has_center and (is_param or computed)
         if equal:
-            chosen.append(place)
+            chosen.append(leaf)
     return chosen
 
 

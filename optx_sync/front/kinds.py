@@ -10,13 +10,14 @@ loop inside of the step, say) is not known, and finds out by a conditional.
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from optx_sync.center.turns import QUIET, Counters, Turns, asked
+from optx_sync.center.turns import Counters, Turns, asked
 
 # Beyond so many programs of one step, a quiet one and those of eight parts, further
 # rules have conditionals.
@@ -25,28 +26,34 @@ Places: TypeAlias = tuple[int, ...]  # of counters, among the arrays of a state
 Kinds: TypeAlias = tuple[int, ...]  # of one step: that of each rule
 
 
-class Rule(NamedTuple):
-    """A center rule of a step, whose kinds of step the host counts."""
-
-    places: Places
-    turns: Turns
-
-    def read(self, arrays: Sequence[Any]) -> Counters:
-        """The numbers that its counters hold; waits for them."""
-        found = [int(_number(arrays[place])) for place in self.places]
-        return Counters(*found, *[()] * (len(Counters._fields) - len(found)))
-
-
 class Counted(NamedTuple):
     """What the host knows of a rule's counters in a state that a step has given out."""
 
     arrays: tuple[Any, ...]  # the counters themselves: by them the state is known
     now: Counters
 
-    @classmethod
-    def of(cls, rule: Rule, arrays: Sequence[Any], now: Counters) -> "Counted":
-        """What is known of the counters among these arrays of a state."""
-        return cls(tuple(arrays[place] for place in rule.places), now)
+
+class Rule(NamedTuple):
+    """A center rule of a step, whose kinds of step the host counts."""
+
+    places: Places
+    turns: Turns
+
+    def counters(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Its counters, among these arrays of a state."""
+        return tuple(arrays[place] for place in self.places)
+
+    def now(self, known: Counted | None, arrays: Sequence[Any]) -> Counters:
+        """The numbers that its counters hold; if they are not known it waits for them.
+
+        `known` is of the state that was given out last, of another rule it may be.
+        """
+        own = self.counters(arrays)
+        pairs = itertools.zip_longest(known.arrays, own) if known else ()
+        if known and all(x is y for x, y in pairs):
+            return known.now
+        found = [int(_number(x)) for x in own]
+        return Counters(*found, *[()] * (len(Counters._fields) - len(found)))
 
 
 class Asked:
@@ -55,21 +62,15 @@ class Asked:
     Attributes:
         told: The kind for each rule, by its places; `None`: rules are told nothing, so
             that they have conditionals, and learned of.
-        rules: The rules found, in the order in which they asked.
-        counted: Those of them that a host can count.
+        rules: The rules found, in the order in which they asked; once the step has
+            come back, those of them that a host can count.
     """
 
     def __init__(self, told: Mapping[Places, int] | None = None):
         self.told = told
         self.rules: list[Rule] = []
-        self.counted: list[Rule] = []
         self._given: dict[int, int] = {}
         self._after: dict[Places, Counters] = {}
-
-    @property
-    def programs(self) -> int:
-        """How many kinds of step the rules so far have together."""
-        return math.prod(rule.turns.parts + 1 for rule in self.rules)
 
     @contextlib.contextmanager
     def tracing(self, arrays: Sequence[Any]) -> Iterator[None]:
@@ -89,9 +90,10 @@ class Asked:
             return None
         if self.told is not None:
             return self.told.get(places)
-        many = self.programs * (turns.parts + 1) > MOST
-        if not many and _is_of_host(turns, counters):
-            self.rules.append(Rule(places, turns))
+        both = [*self.rules, Rule(places, turns)]
+        programs = math.prod(rule.turns.parts + 1 for rule in both)
+        if programs <= MOST and _is_of_host(turns, counters):
+            self.rules = both
         return None
 
     def went_on(self, turns: Turns, counters: Counters, after: Counters) -> None:
@@ -104,13 +106,10 @@ class Asked:
 
         Those whose counters came back as the rule has made them.
         """
-        self.counted = [
+        self.rules = [
             rule
             for rule in self.rules
-            if all(
-                arrays[place] is x
-                for place, x in zip(rule.places, self._after[rule.places], strict=False)
-            )
+            if all(map(operator.is_, rule.counters(arrays), self._after[rule.places]))
         ]
         self._given, self._after = {}, {}  # which would keep what was traced alive
 
@@ -129,20 +128,6 @@ def _is_of_host(turns: Turns, counters: Counters) -> bool:
     except TypeError:
         return False
     return True
-
-
-def now(rule: Rule, known: Counted | None, arrays: Sequence[Any]) -> Counters:
-    """The counters of a rule in these arrays of a state, read if they are not known."""
-    if known is None:
-        return rule.read(arrays)
-    pairs = itertools.zip_longest(known.arrays, rule.places)
-    same = all(place is not None and x is arrays[place] for x, place in pairs)
-    return known.now if same else rule.read(arrays)
-
-
-def all_kinds(rules: Sequence[Rule]) -> Iterator[Kinds]:
-    """Every kind of step that these rules have together."""
-    return itertools.product(*(range(QUIET, rule.turns.parts) for rule in rules))
 
 
 def _number(x: Any) -> np.ndarray:

@@ -2,37 +2,42 @@
 """The result of `Workers.step`: one worker's step, compiled for all of them."""
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
 from optx_sync import forms
+from optx_sync.center.turns import QUIET, Counters
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
-from optx_sync.front import kinds
 from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
-from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, strong
-from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.placement.workers import Mark, map_workers, with_specs
-from optx_sync.trees import Tree, check_arrays, path_name
+from optx_sync.placement.leaves import Mark, is_key, is_raw_key
+from optx_sync.placement.workers import map_workers, with_specs
+from optx_sync.trees import KeyPath, Tree, check_arrays, path_name
 
-# How a step returned its state: as its only result, before other results, or by
-# changing NNX objects.
-How = Literal["alone", "first", "in place"]
+
+@jax.tree_util.register_static
+class How(enum.Enum):
+    """How a step returned its state; it has no leaf, the structure carries it."""
+
+    ALONE = "as its only result"
+    FIRST = "before other results"
+    IN_PLACE = "by changing NNX objects"
 
 
 class _Call(NamedTuple):
     """What a program is compiled for, apart from shapes."""
 
     state: forms.Form
-    batches: tuple[forms.Form, ...]
+    batches: forms.Form  # of a tuple of them
     keywords: tuple[str, ...]  # of the last batches, those passed by keyword
 
 
@@ -42,58 +47,7 @@ class _Parts(NamedTuple):
     call: _Call
     arrays: Arrays  # of the state
     variables: list[Any]  # of NNX, in the state
-    batches: list[Arrays]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["how"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """What a step returned beside its state, and how it returned that."""
-
-    tree: Tree
-    how: How
-
-
-class _Batch(NamedTuple):
-    """An array among a step's batches."""
-
-    name: str
-    where: str
-    x: jax.Array
-    shape: tuple[int, ...]
-    split: bool
-    layout: Layout
-
-    @property
-    def uneven(self) -> bool:
-        """Whether it is to be split, and cannot be."""
-        rows = self.shape[0]
-        return self.split and (not rows or rows % self.layout.number > 0)
-
-
-_WHAT = "The {0.where} of {0.name} has shape {0.shape}, and "
-_UNEVEN = (
-    _WHAT + "{0.shape[0]} cannot be split evenly among {0.layout.number} workers. "
-)
-_NOT_TO_SPLIT: Refused[_Batch] = (
-    (
-        lambda o: not o.split and o.shape[: len(o.layout.sizes)] != o.layout.sizes,
-        _WHAT + "split=False says that it begins with {0.layout.sizes}. A whole batch "
-        "is split by split=True; split=None gives all of it.",
-    ),
-    (
-        lambda o: o.uneven and is_raw_key(o.x),
-        _UNEVEN + "It looks like a raw random key: pass jax.random.key(0), or "
-        "jax.random.wrap_key_data(key).",
-    ),
-    (
-        lambda o: o.uneven,
-        _UNEVEN + "Drop or pad the last ones. What is the same for all workers has "
-        "split=None, what is split already split=False, or a tuple of them.",
-    ),
-)
+    batches: Arrays  # of all batches
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -138,16 +92,15 @@ class Step:
                 "keep the older one by donate=False."
             )
         program, after = self._next(parts)
-        new, results = program(parts.arrays, parts.batches)
-        self.counted = [Counted.of(rule, new, numbers) for rule, numbers in after]
-        others = results.tree
+        new, others, how = program(parts.arrays, parts.batches)
+        self.counted = [Counted(rule.counters(new), now) for rule, now in after]
         if self._averages_after and jax.tree.leaves(others):
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
         state = parts.call.state.update(given, new, parts.variables)
-        if results.how == "in place":
+        if how is How.IN_PLACE:
             return others
-        return state[0] if results.how == "alone" else (*state, *others)
+        return state[0] if how is How.ALONE else (*state, *others)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
@@ -160,14 +113,12 @@ class Step:
         The keys say for each center rule which part meets, -1 where none does. A step
         without a center rule, or of too many kinds, has one program, of the key ().
         """
-        parts, asked = self._take_apart(args, kwargs), Asked()
-        run = functools.partial(self._run, parts.call, asked)
-        jax.eval_shape(run, parts.arrays, parts.batches)
+        parts = self._take_apart(args, kwargs)
+        rules = self._rules(parts)
+        kinds = itertools.product(*(range(QUIET, one.turns.parts) for one in rules))
         return {
-            kind: self._lowered(
-                self._program_of(parts.call, asked.counted, kind), parts
-            )
-            for kind in kinds.all_kinds(asked.counted)
+            kind: self._lowered(self._program_of(parts.call, rules, kind), parts)
+            for kind in kinds
         }
 
     def _lowered(self, program: Any, parts: _Parts) -> Any:
@@ -186,17 +137,12 @@ class Step:
         """Refuse an array of the state that is passed twice: its memory is reused."""
         call, arrays, _, batches = parts
         donated = {*map(id, arrays)}
-        others = map(id, itertools.chain.from_iterable(batches))
-        if len(donated) == len(arrays) and donated.isdisjoint(others):
+        if len(donated) == len(arrays) and donated.isdisjoint(map(id, batches)):
             return
-        named = [
-            f"argument {path[0].idx}{path_name(path[1:], '')}"
-            for path in call.state.paths()
-        ]
-        for number, form in enumerate(call.batches, self.state):
-            named += [f"argument {number}{path_name(p, '')}" for p in form.paths()]
+        named = [_argument(path) for path in call.state.paths()]
+        named += [_argument(path, self.state) for path in call.batches.paths()]
         found: dict[int, str] = {}
-        for name, x in zip(named, itertools.chain(arrays, *batches), strict=True):
+        for name, x in zip(named, [*arrays, *batches], strict=True):
             first = found.setdefault(id(x), name)
             if first != name and id(x) in donated:
                 raise ValueError(
@@ -213,32 +159,37 @@ class Step:
                 f"positional arguments are state; got {len(args)}."
             )
         form, arrays, variables = self._forms.split(args[: self.state])
-        batches = [*args[self.state :], *kwargs.values()]
-        split = [forms.split(batch, numbers=True) for batch in batches]
-        call = _Call(form, tuple(form for form, _ in split), tuple(kwargs))
-        return _Parts(call, arrays, variables, [arrays for _, arrays in split])
+        batches = (*args[self.state :], *kwargs.values())
+        others, laid = forms.split(batches, numbers=True)
+        return _Parts(_Call(form, others, tuple(kwargs)), arrays, variables, laid)
 
-    def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, kinds.Counters]]]:
+    def _next(self, parts: _Parts) -> tuple[Any, list[tuple[Rule, Counters]]]:
         """(the program of this kind of step, the counters of its rules after it)."""
         call, arrays = parts.call, parts.arrays
         if _are_traced(arrays):  # a program around this one, of all kinds
             self._check_batches(parts)
             return self._program_of(call, [], ()), []
-        if call not in self.rules:
-            self._check_batches(parts)
-            # With all that its conditionals hold, so that what is wrong in a round is
-            # said now. The trace shows the rules in it.
-            asked = Asked()
-            program = self._program(call, asked)
-            program.trace(arrays, parts.batches)
-            self.rules[call] = asked.counted
-            if not asked.counted:
-                self.programs[call, ()] = program
-        rules = self.rules[call]
+        rules = self._rules(parts)
         known = itertools.zip_longest(rules, self.counted[: len(rules)])
-        found = [rule.turns.next(kinds.now(rule, x, arrays)) for rule, x in known]
+        found = [rule.turns.next(rule.now(x, arrays)) for rule, x in known]
         kind, after = tuple(kind for kind, _ in found), [after for _, after in found]
         return self._program_of(call, rules, kind), list(zip(rules, after, strict=True))
+
+    def _rules(self, parts: _Parts) -> list[Rule]:
+        """The center rules of such a call, which its first trace shows.
+
+        It holds all conditionals, so that what is wrong in a round is said now.
+        """
+        call = parts.call
+        if call not in self.rules:
+            self._check_batches(parts)
+            asked = Asked()
+            program = self._program(call, asked)
+            program.trace(parts.arrays, parts.batches)
+            self.rules[call] = asked.rules
+            if not asked.rules:
+                self.programs[call, ()] = program
+        return self.rules[call]
 
     def _program_of(self, call: _Call, rules: list[Rule], kind: Kinds) -> Any:
         """The program of one kind of step."""
@@ -255,8 +206,7 @@ class Step:
 
     def _check_batches(self, parts: _Parts) -> None:
         """Refuse a state among the batches, which would be split."""
-        pairs = zip(parts.call.batches, parts.batches, strict=True)
-        batches = (form.merge(arrays) for form, arrays in pairs)
+        batches = parts.call.batches.merge(parts.batches)
         for number, batch in enumerate(batches, self.state):
             if held.is_state(batch):
                 raise ValueError(
@@ -266,17 +216,13 @@ class Step:
                 )
 
     def _run(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
+    ) -> tuple[Arrays, Tree, How]:
         """The step of all workers, on arrays."""
         layout, form = self.layout(), call.state
-        levels = layout.check(form, arrays, f"{self.name} with state={self.state}")
-        laid = [
-            self._lay(f"argument {number}", *batch)
-            for number, batch in enumerate(
-                zip(call.batches, batches, self._splits(call), strict=True), self.state
-            )
-        ]
+        whose = f"{self.name} with state={self.state}"
+        levels = layout.check(held.leaves(form, arrays), whose)
+        laid, lie = self._lay(call, batches)
         fun = with_specs(functools.partial(self._one_worker, call, asked), layout.specs)
         for level in reversed(range(len(layout.sizes))):
             own = marks(levels, level)
@@ -284,11 +230,11 @@ class Step:
                 fun,
                 layout.axes[level],
                 mesh=layout.mesh,
-                in_axes=(own, [[mark for _, mark in batch] for batch in laid]),
-                out_axes=(own, 0),
+                in_axes=(own, lie),
+                out_axes=(own, 0, 0),
             )
         try:
-            new, results = fun(arrays, [[x for x, _ in batch] for batch in laid])
+            new, others, how = fun(arrays, laid)
         except UnequalError as error:
             raise ValueError(
                 f"{self.name} makes each worker's own of what workers share, counters "
@@ -303,46 +249,43 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, levels), self._averaged(results)
+        return layout.pinned(form, new), self._averaged(others), how
 
-    def _averaged(self, results: _Results) -> _Results:
+    def _averaged(self, results: Tree) -> Tree:
         """The means of results, where that sends nothing."""
         means = functools.partial(_means, axes=len(self.layout().sizes))
         if self._averages_after:
-            jax.eval_shape(means, results.tree)  # refuses what has none
+            jax.eval_shape(means, results)  # refuses what has none
         elif self.average:
             # As in a program of its own: bits must not depend on what is compiled.
-            results = _Results(
-                means(jax.lax.optimization_barrier(results.tree)), results.how
-            )
+            results = means(jax.lax.optimization_barrier(results))
         return results
 
-    def _splits(self, call: _Call) -> tuple[bool | None, ...]:
-        """`split` for each batch."""
-        keywords = len(call.keywords)
-        if not isinstance(self.split, tuple):
-            return (self.split,) * len(call.batches)
-        if len(self.split) != len(call.batches) - keywords:
+    def _lay(self, call: _Call, batches: Arrays) -> tuple[list[jax.Array], list[Mark]]:
+        """All workers' batches `[*sizes, ...]`, and 0 for what lies along them."""
+        trees, splits = call.batches.bare(batches), self.split
+        if not isinstance(splits, tuple):
+            splits = (splits,) * len(trees)
+        elif len(splits) != (number := len(trees) - len(call.keywords)):
             raise ValueError(
-                f"split of {self.name} is for {len(self.split)} batches; got "
-                f"{len(call.batches) - keywords} behind the state, without keywords."
+                f"split of {self.name} is for {len(splits)} batches; got {number} "
+                "behind the state, without keywords."
             )
-        return (*self.split, *(True,) * keywords)
-
-    def _lay(
-        self, where: str, form: forms.Form, arrays: Arrays, split: bool | None
-    ) -> list[tuple[jax.Array, Mark]]:
-        """All workers' batch: (`[*sizes, ...]`, 0 if it lies along them, or `None`)."""
-        if split is not None and fields.nodes_of(form.bare(arrays), _is_list):
-            raise ValueError(
-                f"{where.capitalize()} of {self.name} holds a list of numbers, each of "
-                "which would be the same for all workers. Pass an array to split it, "
-                "jnp.asarray(batch); split=None gives each worker the whole list."
-            )
-        return [
-            self._along(x, split, f"{where}{path_name(path, '')}")
-            for path, x in zip(form.paths(), arrays, strict=True)
+        else:
+            splits += (True,) * len(call.keywords)
+        for number, batch in enumerate(trees):
+            if splits[number] is not None and fields.nodes_of(batch, _is_list):
+                raise ValueError(
+                    f"Argument {number + self.state} of {self.name} holds a list of "
+                    "numbers, each of which would be the same for all workers. Pass an "
+                    "array to split it, jnp.asarray(batch); split=None gives each "
+                    "worker the whole list."
+                )
+        found = [
+            self._along(x, splits[path[0].idx], _argument(path, self.state))
+            for path, x in zip(call.batches.paths(), batches, strict=True)
         ]
+        return [x for x, _ in found], [mark for _, mark in found]
 
     def _along(
         self, x: jax.Array, split: bool | None, where: str
@@ -353,22 +296,41 @@ class Step:
             return x, None
         if not shape:
             return layout.of_all(*forms.split(x))[0], 0
-        refuse(_Batch(self.name, where, x, shape, split, layout), _NOT_TO_SPLIT)
-        if split:
-            x = x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:])
-        return x, 0
+        what = f"The {where} of {self.name} has shape {shape}, and "
+        if not split and shape[: len(layout.sizes)] != layout.sizes:
+            raise ValueError(
+                f"{what}split=False says that it begins with {layout.sizes}. A whole "
+                "batch is split by split=True; split=None gives all of it."
+            )
+        if not split:
+            return x, 0
+        rows, number = shape[0], layout.number
+        if not rows or rows % number:
+            mend = (
+                "Drop or pad the last ones. What is the same for all workers has "
+                "split=None, what is split already split=False, or a tuple of them."
+            )
+            if is_raw_key(x):
+                mend = (
+                    "It looks like a raw random key: pass jax.random.key(0), or "
+                    "jax.random.wrap_key_data(key)."
+                )
+            raise ValueError(
+                f"{what}{rows} cannot be split evenly among {number} workers. {mend}"
+            )
+        return x.reshape(*layout.sizes, rows // number, *shape[1:]), 0
 
     def _one_worker(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: list[Arrays]
-    ) -> tuple[Arrays, _Results]:
-        """One worker's step: (the new state's arrays, the other results)."""
+        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
+    ) -> tuple[Arrays, Tree, How]:
+        """One worker's step: (the new state's arrays, the other results, how)."""
         given = call.state.merge(arrays)
-        rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
+        rest = call.batches.merge(batches)
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
         with asked.tracing(arrays):
             returned = self.fun(*given, *args, **kwargs)
-        new, results = self._sort(call.state, given, returned)
+        new, others, how = self._sort(call.state, given, returned)
         asked.came_back(new)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
             if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):
@@ -377,20 +339,20 @@ class Step:
                     f"state {path_name(path)}, which is {old.dtype}{[*old.shape]}. "
                     "Return it in its own shape and dtype: x.astype(old.dtype)."
                 )
-        check_arrays(results.tree, f"The result of {self.name}")
-        return list(map(strong, new)), results
+        check_arrays(others, f"The result of {self.name}")
+        return list(map(strong, new)), others, how
 
     def _sort(
         self, form: forms.Form, given: Sequence[Tree], results: Tree
-    ) -> tuple[Arrays, _Results]:
-        """(the arrays of the state that came back, the other results)."""
+    ) -> tuple[Arrays, Tree, How]:
+        """(the arrays of the state that came back, the other results, how)."""
         listed = results if type(results) is tuple else (results,)
         ways: dict[How, tuple[Tree, Tree]] = {
-            "alone": ((results,), ()),
-            "first": (listed[: self.state], listed[self.state :]),
+            How.ALONE: ((results,), ()),
+            How.FIRST: (listed[: self.state], listed[self.state :]),
         }
         if all(map(forms.is_object, given)):
-            ways["in place"] = given, results
+            ways[How.IN_PLACE] = given, results
             kinds = zip(form.paths(), form.variables(), strict=True)
             if lost := [path for path, kind in kinds if kind is None]:
                 raise ValueError(
@@ -402,12 +364,17 @@ class Step:
         for how, (state, others) in ways.items():
             found, arrays = forms.split(state)
             if found == form:
-                return arrays, _Results(others, how)
+                return arrays, others, how
         raise ValueError(
             f"With state={self.state} {self.name} returns its state in front of other "
             "results, `return params, state, loss` with state=2, or changes NNX objects"
             f" in place. In what it returned {forms.difference(form, found)}."
         )
+
+
+def _argument(path: KeyPath, before: int = 0) -> str:
+    """The name of an array in the arguments of a step, behind so many others."""
+    return f"argument {before + path[0].idx}{path_name(path[1:], '')}"
 
 
 def _is_list(x: Tree) -> bool:

@@ -10,14 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
 from optx_sync.checks import integer, one_of
@@ -28,11 +21,11 @@ from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.processes import TIMEOUT
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
-from optx_sync.options import refuse
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.placement.resize import Resize
 from optx_sync.signatures import readable as _readable
 from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
 
@@ -120,8 +113,7 @@ class Workers:
     def _check_mesh(self, mesh: Mesh | AbstractMesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
             positions = placing.size_along(mesh, check_axis_name(axis))
-            found = placing.Along("Workers are", size, axis, positions)
-            refuse(found, placing.ON_A_MESH)
+            placing.check_number(f"Workers are {size}", size, positions, axis)
         abstract = isinstance(mesh, AbstractMesh)
         if abstract and mesh.size > math.prod(self.sizes):
             raise ValueError(
@@ -131,7 +123,7 @@ class Workers:
                 "devices stand for all, before the first array: "
                 f"jax.config.update('jax_num_cpu_devices', {mesh.size})."
             )
-        explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
+        explicit = [shards.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
                 "Along several axes of type Explicit JAX gathers each worker's arrays "
@@ -179,7 +171,7 @@ class Workers:
     ) -> tuple[forms.Form, list[jax.Array], Levels]:
         """(the form, the arrays, along what they lie) of a state of all workers."""
         form, arrays = _split(state, where)
-        return form, arrays, self._layout.check(form, arrays, where)
+        return form, arrays, self._layout.check(held.leaves(form, arrays), where)
 
     def start(self, state: Tree) -> Tree:
         """The state that all workers start from: copies of one worker's, placed.
@@ -416,7 +408,7 @@ class Workers:
             Array([0., 0., 0., 0.], dtype=float32)
         """
         form, arrays = forms.split(state)
-        params = (found.tree(arrays) for found in held.held(state, form))
+        params = (found.tree(arrays) for found in held.held(form))
         return metrics(form.bare(arrays), next(params, None))
 
     def fingerprint(self, state: Tree) -> dict[Worker, str]:
@@ -450,7 +442,7 @@ class Workers:
             {2: '[0]'}
         """
         form, arrays, _ = self._all(state, "workers.fingerprint")
-        return differing(self._layout, form, arrays, held.prefix(state))
+        return differing(self._layout, form, arrays)
 
     def resize(
         self,
@@ -501,7 +493,8 @@ class Workers:
         places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        return form.merge(to._layout.resize(form, arrays, joiners, strict, places))
+        how = Resize(to.sizes[0], len(to.sizes), joiners, strict)
+        return form.merge(to._layout.resize(form, arrays, how, places))
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
@@ -578,13 +571,11 @@ class Workers:
         folder, saved, treedef = checkpoints.saved(source, step)
         names = checkpoints.saved_names(form, saved)
         checkpoints.check_like(saved, names, arrays, step)
-        n, *_ = self._layout.numbers(form, [saved[name] for name in names])
-        whole = SingleDeviceSharding(jax.devices()[0])
-        if self.mesh is not None:
-            whole = NamedSharding(self.mesh, PartitionSpec())
+        leaves = held.leaves(form, [saved[name] for name in names])
+        n, *_ = self._layout.numbers(leaves)
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
-            place = x.sharding if n == self.sizes[0] else whole
+            place = x.sharding if n == self.sizes[0] else self._layout.whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
         shapes = treedef.unflatten(template.values())
@@ -635,7 +626,7 @@ def _center(
     pairs = zip(held.centers(outermost), held.centers(form.bare(one)), strict=True)
     # That of one worker alone, `axis_name=None`, lies with each worker.
     centers = (node if fields.is_level(node) else own for node, own in pairs)
-    for node, params in zip(centers, held.held(form.bare(arrays), form), strict=True):
+    for node, params in zip(centers, held.held(form), strict=True):
         params.put(one, node.center_params(params.tree(one)))
     return [one[place] for place in places]
 
@@ -672,8 +663,7 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
 @jax.jit
 def _all_differ(arrays: list[jax.Array]) -> jax.Array:
     """Whether each of these arrays differs from worker to worker."""
-    differ = [(x != x[:1]).any() for x in arrays]
-    return functools.reduce(jnp.logical_and, differ)
+    return jnp.stack([(x != x[:1]).any() for x in arrays]).all()
 
 
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:

@@ -51,7 +51,7 @@ from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.placement import fields
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.signatures import readable as _readable
-from optx_sync.step import direct_transformation, landing_update
+from optx_sync.step import Direct, direct_transformation
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -242,8 +242,7 @@ def gossip(
         own = localize_where_mapped((state.center, state.outer), axis_name)
         return state._replace(center=own[0], outer=own[1])
 
-    apply = lockstep.apply
-    return direct_transformation(init, landing_update(apply), apply, options.period)
+    return direct_transformation(init, Direct(lockstep.apply, options.period))
 
 
 @shows_call(

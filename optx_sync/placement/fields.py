@@ -221,11 +221,31 @@ class Cut(enum.IntEnum):
     LEAVES = 2  # a stack of leaves, an equal number of them on each
 
 
+class _Saved:
+    """A node around one tree; Flax, once it is imported, saves it by that."""
+
+    def __post_init__(self) -> None:
+        serialization = sys.modules.get("flax.serialization")
+        if serialization is not None:
+            _tell(serialization, type(self))
+
+
+@functools.cache
+def _tell(serialization: ModuleType, kind: type) -> None:
+    def restored(x, state):
+        tree = serialization.from_state_dict(x.tree, state["tree"], "tree")
+        return dataclasses.replace(x, tree=tree)
+
+    serialization.register_serialization_state(
+        kind, lambda x: {"tree": serialization.to_state_dict(x.tree)}, restored
+    )
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["sizes"]
 )
 @dataclasses.dataclass(frozen=True)
-class InPieces:
+class InPieces(_Saved):
     """A tree whose arrays are cut in pieces, one on each worker; scalars are not cut.
 
     An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
@@ -240,9 +260,6 @@ class InPieces:
 
     tree: Tree
     sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _tell_flax(InPieces, "tree")
 
 
 class Owned(NamedTuple):
@@ -261,36 +278,15 @@ class Owned(NamedTuple):
     jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["axes"]
 )
 @dataclasses.dataclass(frozen=True)
-class InStacks:
+class InStacks(_Saved):
     """Stacks of whole leaves `[K, ...]`, sharded over axes of one worker's mesh."""
 
     tree: dict[str, Tree]  # the stack of each group, by its first leaf's path
     axes: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        _tell_flax(InStacks, "tree")
-
     def spec_of(self, x: jax.Array) -> PartitionSpec:
         """The `PartitionSpec` of one of its arrays; scalars are on all devices."""
         return PartitionSpec(self.axes) if x.ndim else PartitionSpec()
-
-
-def _tell_flax(kind: type, name: str) -> None:
-    """Let Flax, once it is imported, save objects of a class by one of their fields."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-        _tell(serialization, kind, name)
-
-
-@functools.cache
-def _tell(serialization: ModuleType, kind: type, name: str) -> None:
-    def restored(x, state):
-        value = serialization.from_state_dict(getattr(x, name), state[name], name)
-        return dataclasses.replace(x, **{name: value})
-
-    serialization.register_serialization_state(
-        kind, lambda x: {name: serialization.to_state_dict(getattr(x, name))}, restored
-    )
 
 
 def is_in_pieces(x: object) -> bool:

@@ -10,8 +10,12 @@ import optax
 from optx_sync.comm.shards import Names
 from optx_sync.forms import Form, Structure, is_variable
 from optx_sync.placement import fields
-from optx_sync.placement.axes import refuse_around_center
-from optx_sync.placement.leaves import Leaf, is_optax, map_leaves
+from optx_sync.placement.leaves import (
+    Leaf,
+    is_optax,
+    map_leaves,
+    refuse_around_center,
+)
 from optx_sync.trees import Tree, is_masked, names_of, path_name
 
 _PACKAGE = __name__.split(".")[0]
@@ -67,12 +71,12 @@ def params(state: Tree, leaves: Iterable[Leaf]) -> dict[Names, Leaf]:
     }
 
 
-def held(state: Tree, form: Form) -> list[Held]:
+def held(form: Form) -> list[Held]:
     """For each center in a state, the parameters that belong to it."""
     numbers = range(len(form.paths()))
+    state, found = form.bare(numbers), []
     own = params(state, leaves(form, numbers))
-    found = []
-    for node in centers(form.bare(numbers)):
+    for node in centers(state):
         center: Tree = (fields.center_of(node) or ((), ()))[1]
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
         places = []
@@ -87,17 +91,6 @@ def held(state: Tree, form: Form) -> list[Held]:
                 )
         found.append(Held(treedef, places))
     return found
-
-
-def sizes(tree: Tree) -> Tree:
-    """How many numbers the whole of each array in pieces has; `None` elsewhere."""
-    return jax.tree.map(
-        lambda x: (
-            jax.tree.structure(x).unflatten(x.sizes) if fields.is_in_pieces(x) else None
-        ),
-        tree,
-        is_leaf=fields.is_in_pieces,
-    )
 
 
 def is_state(tree: Tree) -> bool:

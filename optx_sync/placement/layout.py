@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import (
     AbstractMesh,
     Mesh,
@@ -26,10 +25,15 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.placement import fields, held
-from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import specs_like, stacked
-from optx_sync.placement.leaves import Leaf, Mark, is_key, on_data
-from optx_sync.placement.resize import Joiners, resize_tree
+from optx_sync.placement.leaves import (
+    Leaf,
+    Mark,
+    is_key,
+    on_data,
+    specs_like,
+    stacked,
+)
+from optx_sync.placement.resize import Resize
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -76,34 +80,36 @@ class Layout(NamedTuple):
         """Of the mesh's axes along which workers lie."""
         return tuple(name for axis in self.axes for name in check_axis_name(axis))
 
-    def levels(self, form: Form, arrays: Arrays) -> Levels:
+    @property
+    def whole(self) -> Sharding:
+        """Where an array lies that each device holds all of."""
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def levels(self, leaves: Sequence[Leaf]) -> Levels:
         """Along which axes each array of a tree lies, of one worker's or of all."""
-        return tuple(map(self._levels, held.leaves(form, arrays)))
+        return tuple(leaf.along(range(len(self.sizes))) for leaf in leaves)
 
-    def _levels(self, leaf: Leaf) -> tuple[int, ...]:
-        numbers = range(len(self.sizes))
-        return tuple(level for level in numbers if leaf.mark(level) is not None)
-
-    def numbers(self, form: Form, arrays: Arrays) -> tuple[int, ...]:
+    def numbers(self, leaves: Sequence[Leaf]) -> tuple[int, ...]:
         """Of how many workers along each axis arrays are; as here where none lies."""
         found = list(self.sizes)
-        for x, levels in zip(arrays, self.levels(form, arrays), strict=True):
-            for place, level in enumerate(levels):
-                found[level] = x.shape[place]
+        for leaf in leaves:
+            for place, level in enumerate(leaf.along(range(len(found)))):
+                found[level] = leaf.x.shape[place]
         return tuple(found)
 
-    def check(self, form: Form, arrays: Arrays, whose: str) -> Levels:
+    def check(self, leaves: Sequence[Leaf], whose: str) -> Levels:
         """`levels`; refuses arrays that are not of all workers."""
-        found = self.levels(form, arrays)
-        for path, x, levels in zip(form.paths(), arrays, found, strict=True):
-            front = tuple(self.sizes[level] for level in levels)
-            if jnp.shape(x)[: len(front)] != front:
+        for leaf in leaves:
+            front, shape = leaf.along(self.sizes), jnp.shape(leaf.x)
+            if shape[: len(front)] != front:
                 raise ValueError(
-                    f"The state {path_name(path)} of {whose} has shape {jnp.shape(x)}, "
+                    f"The state {path_name(leaf.path)} of {whose} has shape {shape}, "
                     f"and that of all workers begins with {front}. Start once, state = "
                     "workers.start(state), or resize that of another number of workers."
                 )
-        return found
+        return self.levels(leaves)
 
     def of_all(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers; of a key each has its own."""
@@ -119,17 +125,21 @@ class Layout(NamedTuple):
         """The arrays of all workers, computed where they are to live."""
         self.check_devices("workers.start")
         places = self.places(form, arrays)
-        if isinstance(self.mesh, Mesh):
-            arrays = [_onto(self.mesh, x) for x in arrays]
+        if self.mesh is not None:
+            arrays = [self._onto_mesh(x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
+
+    def _onto_mesh(self, x: Tree) -> jax.Array:
+        """On the devices of the mesh, whole if it was not there before."""
+        if isinstance(x, jax.Array) and x.sharding.device_set == self.whole.device_set:
+            return x
+        return _put(x, self.whole)
 
     def shapes(self, form: Form, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
         """What `start` would give: shapes, dtypes and places."""
         of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
-        places = self.places(form, arrays) or [
-            SingleDeviceSharding(jax.devices()[0]) for _ in arrays
-        ]
+        places = self.places(form, arrays) or [self.whole] * len(arrays)
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(of_all, places, strict=True)
@@ -137,39 +147,31 @@ class Layout(NamedTuple):
 
     def places(self, form: Form, arrays: Arrays) -> list[NamedSharding] | None:
         """Where one worker's arrays belong once they are stacked."""
-        if self.mesh is None:
+        mesh, leaves = self.mesh, held.leaves(form, arrays)
+        if mesh is None:
             return None
-        found = held.leaves(form, arrays)
-        known = self._specs_of(form, arrays) or [
-            _spec_of(leaf, self.mesh, self.names) for leaf in found
-        ]
-        pairs = zip(found, known, strict=True)
-        return [self._place(self.mesh, leaf, spec) for leaf, spec in pairs]
+        if self.specs is None:
+            specs = [_spec_of(leaf, mesh, self.names) for leaf in leaves]
+        else:
+            tree = form.bare(arrays)
+            known = {
+                name: (x, shards.spec_of(self.specs, name, jnp.shape(x), mesh.shape))
+                for name, (_, x, *_) in held.params(tree, leaves).items()
+            }
+            specs = specs_like(tree, known, mesh.shape)
+            specs = form.pick(jax.tree.structure(tree).unflatten(specs))
+        explicit = shards.are_explicit(mesh, self.names)
+        places = []
+        for leaf, spec in zip(leaves, specs, strict=True):
+            entries, shape = (*leaf.along(self.axes), *spec), jnp.shape(leaf.x)
+            if explicit:  # in full, and as a step returns it
+                entries += (None,) * (len(shape) - len(spec))
+            elif 0 in shape:
+                entries = ()
+            places.append(NamedSharding(mesh, PartitionSpec(*entries)))
+        return places
 
-    def _place(
-        self, mesh: Mesh | AbstractMesh, leaf: Leaf, spec: PartitionSpec
-    ) -> NamedSharding:
-        entries = [*(self.axes[level] for level in self._levels(leaf)), *spec]
-        if placing.are_explicit(mesh, self.names):  # in full, and as a step returns it
-            entries += [None] * (jnp.ndim(leaf.x) - len(spec))
-        elif 0 in jnp.shape(leaf.x):
-            entries = []
-        return NamedSharding(mesh, PartitionSpec(*entries))
-
-    def _specs_of(self, form: Form, arrays: Arrays) -> list[PartitionSpec] | None:
-        """The specs of one worker's arrays, where they are known."""
-        if self.specs is None or self.mesh is None:
-            return None
-        tree = form.bare(arrays)
-        sizes, params = self.mesh.shape, held.params(tree, held.leaves(form, arrays))
-        known = {
-            name: (x, shards.spec_of(self.specs, name, jnp.shape(x), sizes))
-            for name, (_, x, _) in params.items()
-        }
-        specs = specs_like(tree, known, sizes)
-        return form.pick(jax.tree.structure(tree).unflatten(specs))
-
-    def pinned(self, form: Form, arrays: Arrays, levels: Levels) -> list[jax.Array]:
+    def pinned(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """All workers' arrays, where they belong if their specs are known.
 
         The compiler would choose, and compile once more for what it chose.
@@ -177,39 +179,33 @@ class Layout(NamedTuple):
         mesh = self.mesh
         if self.specs is None or mesh is None or mesh.explicit_axes:
             return list(arrays)
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape[len(along) :], x.dtype)
-            for x, along in zip(arrays, levels, strict=True)
-        ]
-        return jax.lax.with_sharding_constraint(arrays, self.places(form, shapes))
+        one = map(self._of_one, held.leaves(form, arrays))
+        return jax.lax.with_sharding_constraint(arrays, self.places(form, list(one)))
+
+    def _of_one(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
+        """One worker's array by its shape; of one in pieces the whole."""
+        shape, size = leaf.x.shape[len(leaf.along(self.sizes)) :], leaf.size or 0
+        if shape and leaf.cut() == fields.Cut.NUMBERS:
+            shape = (size,)
+        elif shape and leaf.cut():
+            shape = (size // math.prod(shape[1:]), *shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.x.dtype)
 
     def resize(
-        self,
-        form: Form,
-        arrays: Arrays,
-        joiners: Joiners,
-        strict: bool,
-        places: Sequence[Sharding] | None = None,
+        self, form: Form, arrays: Arrays, how: Resize, places: Sequence[Sharding] | None
     ) -> list[jax.Array]:
         """The arrays of as many workers as these, from those of any number, placed.
 
         `places`: where they belong, if that is known.
         """
         self.check_devices("workers.resize")
-        tree, numbers = form.bare(arrays), self.numbers(form, arrays)
+        tree, leaves = form.bare(arrays), held.leaves(form, arrays)
+        numbers = self.numbers(leaves)
         check_one_number(numbers, self.sizes)
-        one = self.shapes_of_one(form, arrays)
+        one = list(map(self._of_one, leaves))
         if numbers[0] != self.sizes[0]:
-            first, *_ = [*held.held(tree, form), held.NOTHING]
-            params, tree = resize_tree(
-                first.tree(arrays),
-                tree,
-                form.bare(one),
-                self.sizes[0],
-                levels=len(self.sizes),
-                joiners=joiners,
-                strict=strict,
-            )
+            first, *_ = [*held.held(form), held.NOTHING]
+            params, tree = how.of(first.tree(arrays), tree, form.bare(one))
             arrays = form.pick(tree)
             first.put(arrays, params)
         places = places or self.places(form, one)
@@ -218,24 +214,8 @@ class Layout(NamedTuple):
         # Put where it lies already, an array would be of another type to a step.
         pairs = zip(arrays, places, strict=True)
         return [
-            x
-            if getattr(x, "sharding", None) == place
-            # JAX puts the numbers of keys, and not keys, on several processes' devices.
-            else on_data(functools.partial(jax.device_put, device=place), x)
+            x if getattr(x, "sharding", None) == place else _put(x, place)
             for x, place in pairs
-        ]
-
-    def shapes_of_one(self, form: Form, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
-        """One worker's arrays by their shapes; pieces whole, as their parameters."""
-        tree, found = form.bare(arrays), held.leaves(form, arrays)
-
-        def of_one(leaf: Leaf) -> tuple[int, ...]:
-            return leaf.x.shape[len(self._levels(leaf)) :]
-
-        whole = form.pick(held.sizes(tree))
-        return [
-            jax.ShapeDtypeStruct(_whole(leaf, of_one(leaf), size), leaf.x.dtype)
-            for leaf, size in zip(found, whole, strict=True)
         ]
 
 
@@ -248,19 +228,14 @@ def check_one_number(before: tuple[int, ...], after: tuple[int, ...]) -> None:
         )
 
 
+def _put(x: Tree, place: Sharding) -> jax.Array:
+    """The array there; of keys JAX puts the numbers on several processes' devices."""
+    return on_data(functools.partial(jax.device_put, device=place), x)
+
+
 def marks(levels: Levels, level: int) -> list[Mark]:
     """Whether each array lies along the axis of a level."""
     return [0 if level in along else None for along in levels]
-
-
-def _onto(mesh: Mesh, x: Tree) -> jax.Array:
-    """On the devices of the mesh, whole if it was not there before."""
-    devices = set(mesh.devices.flat)
-    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-        return x
-    whole = NamedSharding(mesh, PartitionSpec())
-    # Over several processes JAX puts numbers only.
-    return on_data(lambda numbers: jax.device_put(numbers, whole), x)
 
 
 def _spec_of(
@@ -271,7 +246,7 @@ def _spec_of(
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {name for entry in spec for name in shards.axes_in(entry)}
+    used = set(shards.axes_of(spec))
     if not used or not used <= set(mesh.shape) - set(workers):
         raise ValueError(
             f"The parameter {path_name(leaf.path)} is sharded as {sharding}; a "
@@ -279,24 +254,6 @@ def _spec_of(
             f"{dict(mesh.shape)!r}. Place one worker's on this mesh: jax.device_put."
         )
     return spec
-
-
-def _whole(leaf: Leaf, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The shape of the whole of which one worker has an array of this shape."""
-    cut = leaf.cut()
-    if not cut or not shape:
-        return shape
-    if cut == fields.Cut.LEAVES:
-        places = [type(around.node) for around in leaf.around]
-        group = leaf.around[places.index(fields.Owned) + 1].name
-        (number,) = (
-            around.node.numbers[group]
-            for around in leaf.around
-            if hasattr(type(around.node), "numbers")
-        )
-        # Equal on all workers, some of whom are elsewhere.
-        return int(np.ravel(number.addressable_shards[0].data)[0]), *shape[1:]
-    return (size,)
 
 
 def strong(x: Tree) -> jax.Array:

@@ -7,16 +7,22 @@ follow the parameters have a worker axis only if the parameters do.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from optx_sync.checks import integer
+from optx_sync.comm import shards
+from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
-from optx_sync.placement.workers import Mark
-from optx_sync.trees import KeyPath, Tree, is_slices, names_of
+from optx_sync.trees import Item, KeyPath, Tree, check_arrays, is_slices, names_of
+
+# Whether an array has the axis of a level's workers in front (0), or they share it.
+Mark: TypeAlias = int | None
 
 
 class Field(NamedTuple):
@@ -34,6 +40,7 @@ class Leaf(NamedTuple):
     path: KeyPath
     x: Tree
     around: tuple[Field, ...]  # the outermost first
+    size: int | None = None  # of one in pieces the numbers of the whole
 
     @property
     def kinds(self) -> list[fields.Kind]:
@@ -60,6 +67,10 @@ class Leaf(NamedTuple):
         shared = shared or (len(whose) == level and any(map(_is_injected, self.around)))
         own = not shared or (self._piece and len(whose) == level + bool(whose))
         return 0 if own else None
+
+    def along(self, levels: Iterable[Item]) -> tuple[Item, ...]:
+        """Those of the levels, the outermost first, along whose axes it lies."""
+        return tuple(x for at, x in enumerate(levels) if self.mark(at) is not None)
 
     def cut(self, level: int = 0) -> fields.Cut:
         """How it is cut over the workers of a level."""
@@ -105,9 +116,11 @@ def leaves_of(tree: Tree) -> list[Leaf]:
     return list(_leaves(tree, (), ()))
 
 
-def map_leaves(function: Callable[[Leaf], Tree], tree: Tree) -> Tree:
-    """The tree with what a function makes of each of its arrays."""
-    return jax.tree.structure(tree).unflatten(map(function, leaves_of(tree)))
+def map_leaves(
+    function: Callable[..., Tree], tree: Tree, *more: Iterable[Tree]
+) -> Tree:
+    """The tree with what a function makes of each array, and of more for each."""
+    return jax.tree.structure(tree).unflatten(map(function, leaves_of(tree), *more))
 
 
 def map_but_counters(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
@@ -140,7 +153,11 @@ def _leaves(
             yield from _leaves(child, inside, around, holder)
             continue
         field = Field(holder.node, name, kind, holder.level)
-        yield from _leaves(child, inside, (*around, field))
+        found = _leaves(child, inside, (*around, field))
+        if fields.is_in_pieces(node):
+            pairs = zip(found, node.sizes, strict=True)
+            found = (leaf._replace(size=size) for leaf, size in pairs)
+        yield from found
 
 
 def stacked_axes(state: fields.Declares) -> int:
@@ -206,3 +223,131 @@ def _is_injected(field: Field) -> bool:
         return False
     states = fields.nodes_of(field.node.inner_state, fields.is_level)
     return any(map(fields.center_of, states))
+
+
+def is_none(mark: object) -> bool:
+    """Whether this is `None`; for `is_leaf=`."""
+    return mark is None
+
+
+def entries(
+    prefix: Tree,
+    tree: Tree,
+    what: str,
+    mend: str,
+    is_leaf: Callable[[Tree], bool] | None = is_none,
+) -> list[Tree]:
+    """The entry of a prefix of a tree for each of the tree's leaves."""
+    try:
+        each = jax.tree.map(
+            lambda entry, part: [entry] * len(jax.tree.leaves(part)),
+            prefix,
+            tree,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{what} do not fit: {str(error).rstrip('.')}. {mend}"
+        ) from None
+    return jax.tree.leaves(each, is_leaf=is_leaf)
+
+
+def marks_of(axes: Tree, tree: Tree, what: str = "axes") -> list[Mark]:
+    """The mark of each array of a tree in a prefix of it."""
+    mend = (
+        "Pass 0 or None, or a tree of them like the first levels of the value; "
+        "oxs.by_hand.state_axes(tx, params) gives that of a state."
+    )
+    return entries(axes, tree, what, mend)
+
+
+# How an array is cut over n workers.
+TO_CUT = {fields.Cut.NUMBERS: cut_numbers, fields.Cut.LEAVES: in_rows}
+
+
+def equal_on_replicas(tree: Tree) -> list[bool]:
+    """Whether each leaf of a tree with states in it is equal on all replicas.
+
+    Leaves outside of states are; a state's table says it of its fields.
+    """
+    return [leaf.mark(0, replicated=True) is None for leaf in leaves_of(tree)]
+
+
+def specs_like(
+    tree: Tree, params: shards.Named, sizes: Mapping[str, int] | None = None
+) -> list[PartitionSpec]:
+    """The spec of each leaf of a tree with states in it, from the parameters' own.
+
+    `params` are, by the names in their paths, the parameters and their specs, `None`
+    where there is none. A leaf that belongs to a parameter lies like it; `sizes` are
+    those of the mesh's axes.
+    """
+
+    def spec(leaf: Leaf, like: PartitionSpec) -> PartitionSpec:
+        for node, *_ in leaf.around:
+            if isinstance(node, fields.InStacks):  # which carry their specs
+                return node.spec_of(leaf.x)
+            if fields.is_in_pieces(node):  # flat, with none of its parameter's axes
+                return PartitionSpec()
+        return like
+
+    return list(map(spec, leaves_of(tree), shards.specs_like(tree, params, sizes)))
+
+
+def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
+    """`oxs.by_hand.replicate`."""
+    n = integer("n", n, "Pass the number of workers.")
+    check_arrays(tree, "What is stacked")
+    marks = marks_of(0 if axes is None else axes, tree)
+    return map_leaves(lambda leaf, mark: stacked(leaf, leaf.x, n, mark), tree, marks)
+
+
+def stacked(leaf: Leaf, x: Tree, n: int, mark: Mark, level: int = 0) -> jax.Array:
+    """One worker's array with the axis of a level's workers, where its mark is 0.
+
+    Of several levels the innermost comes first.
+    """
+    if mark is None:
+        return jnp.copy(x)
+    cut = leaf.cut(level)
+    if cut:
+        return TO_CUT[cut](x, n)
+    copies = jnp.broadcast_to(x, (n, *jnp.shape(x)))
+    if n > 1 and leaf.draws_own(level):
+        return jax.vmap(fold_keys)(copies, jnp.arange(n, dtype=jnp.uint32))
+    return copies
+
+
+def fold_keys(keys: jax.Array, worker: int | jax.Array) -> jax.Array:
+    """Random keys, each folded with a worker's number."""
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), worker)
+    return folded.reshape(keys.shape)
+
+
+# Optax's wrappers that step what they wrap in some steps only.
+_SOMETIMES = (
+    "ApplyIfFiniteState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+    "MultiStepsState",
+)
+
+
+def refuse_around_center(state: Tree) -> None:
+    """Refuse a wrapper that decides for each worker whether a center rule steps."""
+
+    def sometimes(x):
+        return is_optax(x) and type(x).__name__ in _SOMETIMES
+
+    def is_center(x):
+        return hasattr(type(x), "center_params") and fields.is_level(x)
+
+    for node in fields.nodes_of(state, sometimes):
+        if fields.nodes_of(node, is_center):
+            name = type(node).__name__.removesuffix("State")
+            raise ValueError(
+                f"Optax's {name} stands around a center rule: each worker would decide "
+                "for itself whether it meets the others, who wait. Put it inside of the"
+                " rule, oxs.diloco(optax.apply_if_finite(optax.adam(1e-3), 3), "
+                "'workers'); optax.MultiSteps by its gradient_transformation()."
+            )

@@ -14,103 +14,89 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.placement import fields
-from optx_sync.placement.axes import TO_CUT, fold_keys
-from optx_sync.placement.leaves import Leaf, is_key, leaves_of, on_data, stacked_axes
+from optx_sync.placement.leaves import (
+    TO_CUT,
+    Leaf,
+    fold_keys,
+    is_key,
+    leaves_of,
+    on_data,
+    stacked_axes,
+)
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
 Numbers: TypeAlias = Any  # an array of NumPy; of JAX where it holds random keys
 
 
-def resize_tree(
-    params: Tree,
-    tree: Tree,
-    like: Tree,
-    n: int,
-    *,
-    levels: int,
-    joiners: Joiners,
-    strict: bool,
-    replicated: bool = False,
-    init: Callable[[Tree], Tree] | None = None,
-) -> tuple[Tree, Tree]:
-    """Parameters and a tree with states in it, stacked on so many levels, for `n`.
+class Resize(NamedTuple):
+    """What becomes of parameters and of a tree with states in it, for `n` workers.
 
-    `params` are those of a center in the tree, `like` is the tree of one worker. `init`
-    makes the tree of a worker that begins, all of which is a state. Without it, leaves
-    outside of states are each worker's own, keys included.
+    Attributes:
+        n: The number of workers to go on with.
+        levels: On how many levels of workers all is stacked.
+        joiners: What those get that join.
+        strict: Whether to refuse what would be lost.
+        replicated: Whether the parameters have no worker axis.
+        init: Makes the tree of a worker that begins, all of which is a state. Without
+            it, leaves outside of states are each worker's own, keys included.
     """
-    found = _arrays(tree, like, levels, replicated)
-    owners = [_Array(x, x.x, not replicated, fields.Cut.NOT) for x in leaves_of(params)]
-    both = [*owners, *found]
-    sizes = {jnp.shape(x.leaf.x)[0] for x in both if x.own or x.cut}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"Parameters and state are of {sorted(sizes)} workers. Pass those of one "
-            "run, of all workers."
-        )
-    before, *_ = *sizes, n
-    if n == before:
-        return jax.tree.map(jnp.copy, (params, tree))
-    _say(_lost([x.leaf for x in found], fewer=n < before), strict)
-    how, structure = _Resizing(before, n, joiners), jax.tree.structure(tree)
-    outside = jax.tree.structure(params)
-    params = outside.unflatten([x.of_all(before) for x in owners])
-    stacked = [x.of_all(before) for x in found]
-    params = how.params(params, structure.unflatten(stacked))
-    if init is None:
-        fresh = [np.full(x.one.shape, _begins(x.leaf)) for x in found]
-    else:
-        last = jax.tree.map(lambda x: jnp.asarray(x[-1]), params)
-        for _ in range(0 if replicated else levels - 1):
-            last = jax.tree.map(lambda x: x[0], last)
-        fresh = jax.tree.leaves(jax.tree.map(_on_host, init(last)))
-    new = []
-    for one, x, begun in zip(found, stacked, fresh, strict=True):
-        x = how.of(one.leaf, x, begun)
-        if n > before and one.leaf.draws_own(outside=init is None):
-            # A joiner must draw other numbers.
-            joined = jax.vmap(fold_keys)(x[before:], jnp.arange(before, n))
-            x = jnp.concatenate([x[:before], joined])
-        new.append(one.of_each(x, n))
-    pairs = zip(owners, jax.tree.leaves(params), strict=True)
-    params = outside.unflatten([x.of_each(one, n) for x, one in pairs])
-    return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
 
-
-def _begins(leaf: Leaf) -> int:
-    """The number that fills an array where it begins anew."""
-    return [fields.OWN, *leaf.kinds][-1].begins
-
-
-def _lost(leaves: list[Leaf], fewer: bool) -> list[tuple[str, str]]:
-    """(what the states say they lose, how not to); levels inside keep their size."""
-    states = {}
-    for leaf in leaves:
-        for field in leaf.around:
-            if hasattr(type(field.node), "lost_by_resize"):
-                states[id(field.node)] = field.node
-            if field.level and field.name == "inner":
-                break
-    return [lost for x in states.values() for lost in x.lost_by_resize(fewer)]
-
-
-class _Resizing(NamedTuple):
-    """From how many workers to how many; what becomes of arrays `[N, ...]`."""
-
-    before: int
-    after: int
+    n: int
+    levels: int
     joiners: Joiners
+    strict: bool
+    replicated: bool = False
+    init: Callable[[Tree], Tree] | None = None
 
-    def params(self, params: Tree, stacked: Tree) -> Tree:
+    def of(self, params: Tree, tree: Tree, like: Tree) -> tuple[Tree, Tree]:
+        """The parameters of a center in the tree, and the tree; `like` is of one."""
+        n, own, found = self.n, not self.replicated, self._arrays(tree, like)
+        owners = [_Array(x, x.x, own, fields.Cut.NOT) for x in leaves_of(params)]
+        both = [*owners, *found]
+        sizes = {jnp.shape(x.leaf.x)[0] for x in both if x.own or x.cut}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"Parameters and state are of {sorted(sizes)} workers. Pass those of "
+                "one run, of all workers."
+            )
+        before, *_ = *sizes, n
+        if n == before:
+            return jax.tree.map(jnp.copy, (params, tree))
+        _say(_lost([x.leaf for x in found], fewer=n < before), self.strict)
+        outside, structure = jax.tree.structure(params), jax.tree.structure(tree)
+        stacked = [x.of_all(before) for x in found]
+        params = self._params(
+            outside.unflatten([x.of_all(before) for x in owners]),
+            structure.unflatten(stacked),
+        )
+        if self.init is None:
+            fresh = [np.full(x.one.shape, _begins(x.leaf)) for x in found]
+        else:
+            last = (-1, *[0] * (self.levels - 1 if own else 0))
+            one_worker = jax.tree.map(lambda x: jnp.asarray(x[last]), params)
+            fresh = jax.tree.leaves(jax.tree.map(_on_host, self.init(one_worker)))
+        new = []
+        for one, x, begun in zip(found, stacked, fresh, strict=True):
+            x = self._of(one.leaf, x, begun)
+            if n > before and one.leaf.draws_own(outside=self.init is None):
+                # A joiner must draw other numbers.
+                joined = jax.vmap(fold_keys)(x[before:], jnp.arange(before, n))
+                x = jnp.concatenate([x[:before], joined])
+            new.append(one.of_each(x, n))
+        pairs = zip(owners, jax.tree.leaves(params), strict=True)
+        params = outside.unflatten([x.of_each(one, n) for x, one in pairs])
+        return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
+
+    def _params(self, params: Tree, stacked: Tree) -> Tree:
         """The new workers' parameters, with some or all of them at the center."""
-        params = jax.tree.map(lambda x: self.array(fields.OWN, x), params)
+        new = jax.tree.map(lambda x: self._array(fields.OWN, x), params)
         for node in fields.nodes_of(stacked, fields.is_level):
             if found := fields.center_of(node):
-                params = _at_center(self, params, *found)
-        return params
+                new = _at_center(new, params, *found)
+        return new
 
-    def of(self, leaf: Leaf, x: Numbers, fresh: Numbers) -> Numbers:
+    def _of(self, leaf: Leaf, x: Numbers, fresh: Numbers) -> Numbers:
         """Resize an array as the fields that hold it say, else as each worker's own.
 
         `fresh` is that of a worker that begins.
@@ -128,20 +114,14 @@ class _Resizing(NamedTuple):
             if kind.whose == "params" and (field.level or place == len(tables)):
                 fresh = None
             if kind.is_shared or kind.resized != "kept":
-                return self.array(kind, x, fresh, added)
-        return self.array(fields.OWN, x, fresh)
+                return self._array(kind._replace(added=added), x, fresh)
+        return self._array(fields.OWN, x, fresh)
 
-    def array(
-        self,
-        kind: fields.Kind,
-        x: Numbers,
-        fresh: Numbers = None,
-        added: bool = False,
-    ) -> Numbers:
+    def _array(self, kind: fields.Kind, x: Numbers, fresh: Numbers = None) -> Numbers:
         """Resize one array of this kind."""
-        kept, joiner = x[: self.after], x[0]
+        kept, joiner = x[: self.n], x[0]
         if is_key(x):  # which have no mean
-            return jnp.concatenate([kept, _repeat(joiner, self.after - len(kept))])
+            return jnp.concatenate([kept, _repeat(joiner, self.n - len(kept))])
         if kind.is_shared or kind.resized == "anew":
             kept, joiner = x[:0], joiner if kind.resized == "kept" else fresh
         elif kind.resized != "kept":
@@ -152,11 +132,56 @@ class _Resizing(NamedTuple):
             joiner = _mean(x) if is_inexact(x.dtype) else x.max(0)
         if kind.resized == "owed":
             kept = kept.astype(np.float64)
-            kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
+            kept = kept + x[self.n :].astype(np.float64).sum(0) / self.n
             # What is owed is a share of a mean over N, so it scales by after / before.
-            kept = kept * (1.0 if added else self.after / self.before)
-        new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
+            kept = kept * (1.0 if kind.added else self.n / len(x))
+        new = np.broadcast_to(joiner, (self.n - len(kept), *x.shape[1:]))
         return np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])
+
+    def _arrays(self, state: Tree, like: Tree) -> "list[_Array]":
+        """The arrays of a state, with their shapes checked."""
+        # With nested rules some leaves have only the axis of the inner workers.
+        levels = fields.nodes_of(state, fields.is_level)
+        counters = [getattr(node, "global_step", 0) for node in levels]
+        stacked = any(map(jnp.ndim, counters))
+        found = []
+        for leaf, of_one in zip(leaves_of(state), leaves_of(like), strict=True):
+            shape, one, cut = jnp.shape(leaf.x), of_one.x, of_one.cut()
+            own = not cut and (stacked or of_one.mark(0, self.replicated) is not None)
+            more = len(shape) - one.ndim
+            fits = own <= more < own + self.levels and shape[more:] == one.shape
+            if cut:
+                own_rows = -(-one.shape[0] // shape[0]) if shape else 0
+                piece = own_rows, *one.shape[1:]
+                inside = len(shape) - 1 - len(piece)  # levels
+                fits = 0 <= inside < self.levels and shape[1 + inside :] == piece
+            if not fits:
+                what = "it has no worker axis" if more < own else "it is of another run"
+                raise ValueError(
+                    f"The state at {path_name(leaf.path)} has shape {shape}, of one "
+                    f"worker {one.shape}: {what}. Pass what all workers have, stacked "
+                    "as by oxs.by_hand.replicate; with replicas' whole parameters "
+                    "replicated=True."
+                )
+            found.append(_Array(leaf, one, own, cut))
+        return found
+
+
+def _begins(leaf: Leaf) -> int:
+    """The number that fills an array where it begins anew."""
+    return [fields.OWN, *leaf.kinds][-1].begins
+
+
+def _lost(leaves: list[Leaf], fewer: bool) -> list[tuple[str, str]]:
+    """(what the states say they lose, how not to); levels inside keep their size."""
+    states = {}
+    for leaf in leaves:
+        for field in leaf.around:
+            if hasattr(type(field.node), "lost_by_resize"):
+                states[id(field.node)] = field.node
+            if field.level and field.name == "inner":
+                break
+    return [lost for x in states.values() for lost in x.lost_by_resize(fewer)]
 
 
 def _mean(x: np.ndarray) -> np.ndarray:
@@ -206,34 +231,6 @@ class _Array(NamedTuple):
         return x if self.own else x[0]
 
 
-def _arrays(state: Tree, like: Tree, most: int, replicated: bool) -> list[_Array]:
-    """The arrays of a state, with their shapes checked."""
-    # With nested rules some leaves have only the axis of the inner workers.
-    levels = fields.nodes_of(state, fields.is_level)
-    counters = [getattr(node, "global_step", 0) for node in levels]
-    stacked = any(map(jnp.ndim, counters))
-    found = []
-    for leaf, of_one in zip(leaves_of(state), leaves_of(like), strict=True):
-        shape, one, cut = jnp.shape(leaf.x), of_one.x, of_one.cut()
-        own = not cut and (stacked or of_one.mark(0, replicated) is not None)
-        more = len(shape) - one.ndim
-        fits = own <= more < own + most and shape[more:] == one.shape
-        if cut:
-            own_rows = -(-one.shape[0] // shape[0]) if shape else 0
-            piece = own_rows, *one.shape[1:]
-            inside = len(shape) - 1 - len(piece)  # levels
-            fits = 0 <= inside < most and shape[1 + inside :] == piece
-        if not fits:
-            what = "it has no worker axis" if more < own else "it is of another run"
-            raise ValueError(
-                f"The state at {path_name(leaf.path)} has shape {shape}, of one worker"
-                f" {one.shape}: {what}. Pass what all workers have, stacked as by oxs."
-                "by_hand.replicate; with replicas' whole parameters replicated=True."
-            )
-        found.append(_Array(leaf, one, own, cut))
-    return found
-
-
 def _say(lost: list[tuple[str, str]], strict: bool) -> None:
     if not lost:
         return
@@ -245,14 +242,14 @@ def _say(lost: list[tuple[str, str]], strict: bool) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
-    """Parameters `[n, ...]`, with joiners, or all workers, at the center."""
-    first = 0 if kind.lands == "everyone" else min(how.before, how.after)
+def _at_center(new: Tree, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
+    """New parameters `[n, ...]`, with joiners, or all workers, at the center."""
 
-    def place(c, p):
+    def place(c, x, before):
         if is_masked(c):
-            return p
-        c = np.broadcast_to(c[0].astype(p.dtype), p.shape[1:])
-        return np.concatenate([p[:first], _repeat(c, how.after - first)])
+            return x
+        stay = 0 if kind.lands == "everyone" else min(len(before), len(x))
+        c = np.broadcast_to(c[0].astype(x.dtype), x.shape[1:])
+        return np.concatenate([x[:stay], _repeat(c, len(x) - stay)])
 
-    return jax.tree.map(place, center, params, is_leaf=is_masked)
+    return jax.tree.map(place, center, new, params, is_leaf=is_masked)

@@ -2,15 +2,16 @@
 """`map_workers` runs one worker's function for all workers."""
 
 import functools
+import itertools
 import math
 import os
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync import forms
 from optx_sync.checks import check_function
@@ -23,7 +24,7 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
-from optx_sync.options import Refused, refuse
+from optx_sync.placement.leaves import Mark, is_none, marks_of
 from optx_sync.trees import (
     Tree,
     check_arrays,
@@ -31,33 +32,6 @@ from optx_sync.trees import (
     one_or_several,
     path_name,
 )
-
-# Whether an array has the axis of a level's workers in front (0), or they share it.
-Mark: TypeAlias = int | None
-
-
-class Along(NamedTuple):
-    """So many workers along an axis of a mesh, or an argument of so many."""
-
-    what: str
-    workers: int | None
-    axes: AxisName
-    positions: int | None  # `None` without a mesh
-    shape: tuple[int, ...] = ()  # of the argument
-
-
-# For another number of workers than positions on the mesh.
-_WRONG_NUMBER = (
-    ", but the mesh has {0.positions} positions along {0.axes!r}, and each is one "
-    "worker. Make the two equal, or simulate any number: mesh=None."
-)
-ON_A_MESH: Refused[Along] = (
-    (lambda o: o.workers != o.positions, "{0.what} {0.workers}" + _WRONG_NUMBER),
-)
-
-
-def _is_none(mark: Tree) -> bool:
-    return mark is None
 
 
 def map_workers(
@@ -129,7 +103,7 @@ def map_workers(
     """
     axes = check_axis_name(axis_name)
     for where, marks in (("in_axes", in_axes), ("out_axes", out_axes)):
-        for mark in jax.tree.leaves(marks, is_leaf=_is_none):
+        for mark in jax.tree.leaves(marks, is_leaf=is_none):
             if mark is not None and not (type(mark) is int and mark == 0):
                 raise ValueError(
                     f"{where} of map_workers holds 0 (along the worker axis) and None "
@@ -203,21 +177,6 @@ _STACK = (
     "worker's first: oxs.by_hand.replicate(x, n), a state with "
     "axes=oxs.by_hand.state_axes(tx, params)."
 )
-_OF_OTHERS = "{0.what} has shape {0.shape}, of {0.shape[0]} workers"
-_OF_ALL_WORKERS: Refused[Along] = (
-    (
-        lambda o: not o.shape,
-        "{0.what} has axis 0 in in_axes, the workers', but is a scalar." + _STACK,
-    ),
-    (
-        lambda o: o.positions not in (None, o.shape[0]),
-        _OF_OTHERS + _WRONG_NUMBER + _STACK,
-    ),
-    (
-        lambda o: o.shape[0] != o.workers,
-        _OF_OTHERS + "; others are of {0.workers}." + _STACK,
-    ),
-)
 
 
 class _Workers(NamedTuple):
@@ -229,9 +188,12 @@ class _Workers(NamedTuple):
     out_axes: Tree
 
     def simulated(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """All workers, on one device."""
+        """All workers, simulated along each of the axes."""
         self.check(args, kwargs, None)
-        return self._over(self.axes[0])(*args, **kwargs)
+        lanes = self
+        for axis in reversed(self.axes):
+            lanes = lanes._replace(fun=lanes._over(axis))
+        return lanes.fun(*args, **kwargs)
 
     def on_mesh(
         self, mesh: Mesh | AbstractMesh, /, *args: Tree, **kwargs: Tree
@@ -240,7 +202,7 @@ class _Workers(NamedTuple):
         marks = self.check(args, kwargs, size_along(mesh, self.axes))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         context = jax.sharding.get_abstract_mesh()
-        if are_explicit(mesh, self.axes):
+        if shards.are_explicit(mesh, self.axes):
             on = context if context.manual_axes else mesh
             pairs = zip(leaves, marks, strict=True)
             leaves = [_lay(x, on, self.axes, mark) for x, mark in pairs]
@@ -259,7 +221,7 @@ class _Workers(NamedTuple):
             one_worker,
             mesh=None if context.manual_axes else mesh,
             in_specs=tuple(specs[mark] for mark in marks),
-            out_specs=jax.tree.map(specs.get, self.out_axes, is_leaf=_is_none),
+            out_specs=jax.tree.map(specs.get, self.out_axes, is_leaf=is_none),
             axis_names=set(self.axes),
         )
         if context.manual_axes:
@@ -282,28 +244,35 @@ class _Workers(NamedTuple):
                 )
                 for x, mark in zip(leaves, marks, strict=True)
             )
-            _look_for_unequal(self._lanes, *shapes)
+            _look_for_unequal(lambda own, named: self.simulated(*own, **named), *shapes)
         return mapped(check_vma=False)(*leaves)
 
     def check(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], positions: int | None
     ) -> list[Mark]:
         """The mark of each leaf of the arguments, checked against its shape."""
-        marks = _marks((self.in_axes, 0), (args, kwargs), "in_axes")
+        marks = marks_of((self.in_axes, 0), (args, kwargs), "in_axes of map_workers")
         leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-        own = [
-            (path_name(path[1:]), x)
+        own = {
+            path_name(path[1:]): x
             for (path, x), mark in zip(leaves, marks, strict=True)
             if mark is not None
-        ]
-        for where, x in own:
+        }
+        for where, x in own.items():
             check_arrays(x, "The argument of map_workers", where)
-        shapes = [jnp.shape(x) for _, x in own]
-        workers = positions or next((shape[0] for shape in shapes if shape), None)
-        for (where, _), shape in zip(own, shapes, strict=True):
-            what = f"The argument {where} of map_workers"
-            found = Along(what, workers, self.axes, positions, shape)
-            refuse(found, _OF_ALL_WORKERS)
+        fronts = {where: jnp.shape(x)[:1] for where, x in own.items()}
+        workers = positions or next(itertools.chain(*fronts.values()), None)
+        for where, front in fronts.items():
+            what = f"The argument {where} of map_workers has "
+            if not front:
+                raise ValueError(
+                    f"{what}axis 0 in in_axes, the workers', but is a scalar.{_STACK}"
+                )
+            (number,) = front
+            what += f"shape {jnp.shape(own[where])}, of {number} workers"
+            check_number(what, number, positions, self.axes, _STACK)
+            if number != workers:
+                raise ValueError(f"{what}; others are of {workers}.{_STACK}")
         if workers is None:
             raise ValueError(
                 "No argument of map_workers has axis 0 in in_axes, so nothing tells how"
@@ -315,12 +284,12 @@ class _Workers(NamedTuple):
         """One worker's results, which fit `out_axes`."""
         results = self.fun(*args, **kwargs)
         check_arrays(results, "The result of map_workers")
-        _marks(self.out_axes, results, "out_axes")
+        marks_of(self.out_axes, results, "out_axes of map_workers")
         return results
 
     def _with_axes(self, results: Tree) -> Tree:
         """One worker's results on a mesh, with a worker axis where they have one."""
-        marks = iter(_marks(self.out_axes, results, "out_axes"))
+        marks = iter(marks_of(self.out_axes, results, "out_axes of map_workers"))
 
         def place(path, x):
             if next(marks) is not None:
@@ -346,13 +315,6 @@ class _Workers(NamedTuple):
                 raise self._unequal("A result") from error
 
         return over
-
-    def _lanes(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """All workers, simulated along each of several axes."""
-        lanes = self
-        for axis in reversed(self.axes):
-            lanes = lanes._replace(fun=lanes._over(axis))
-        return lanes.fun(*args, **kwargs)
 
     def _unequal(self, which: str) -> UnequalError:
         return UnequalError(
@@ -390,6 +352,18 @@ def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def check_number(
+    what: str, workers: int, positions: int | None, axes: AxisName, mend: str = ""
+) -> None:
+    """Refuse another number of workers than positions on the mesh, if there is one."""
+    if positions not in (None, workers):
+        raise ValueError(
+            f"{what}, but the mesh has {positions} positions along {axes!r}, and each "
+            "is one worker. Make the two equal, or simulate any number: mesh=None."
+            + mend
+        )
+
+
 @functools.cache  # once for each mesh
 def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
@@ -418,44 +392,6 @@ def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
             f"'{2 * used}' before the first array.",
             stacklevel=3,
         )
-
-
-def entries(
-    prefix: Tree,
-    tree: Tree,
-    what: str,
-    mend: str,
-    is_leaf: Callable[[Tree], bool] = _is_none,
-) -> list[Tree]:
-    """The entry of a prefix of a tree for each of the tree's leaves."""
-    try:
-        each = jax.tree.map(
-            lambda entry, part: [entry] * len(jax.tree.leaves(part)),
-            prefix,
-            tree,
-            is_leaf=is_leaf,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{what} do not fit: {str(error).rstrip('.')}. {mend}"
-        ) from None
-    return jax.tree.leaves(each, is_leaf=is_leaf)
-
-
-FIT = (
-    "Pass 0 or None, or a tree of them like the first levels of the value; "
-    "oxs.by_hand.state_axes(tx, params) gives that of a state."
-)
-
-
-def _marks(axes: Tree, tree: Tree, what: str) -> list[Mark]:
-    return entries(axes, tree, f"{what} of map_workers", FIT)
-
-
-def are_explicit(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> bool:
-    """Whether all of these axes of the mesh are of type `Explicit`."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(types[axis] == AxisType.Explicit for axis in axes)
 
 
 def _lay(

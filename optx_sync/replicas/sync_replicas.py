@@ -25,7 +25,12 @@ from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.step import direct_transformation, refuse_unread, take_weight
+from optx_sync.step import (
+    Direct,
+    direct_transformation,
+    refuse_unread,
+    take_weight,
+)
 from optx_sync.trees import Tree
 
 _CALL = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
@@ -261,7 +266,7 @@ def sync_replicas(
         measure,
     )
     refuse(replicas, _TOGETHER)
-    return direct_transformation(replicas.init, replicas.update, replicas.apply)
+    return direct_transformation(replicas.init, Direct(replicas.apply), replicas.update)
 
 
 class _Step(NamedTuple):

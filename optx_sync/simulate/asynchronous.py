@@ -19,7 +19,7 @@ from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.alone import check_delay
-from optx_sync.placement.axes import stack
+from optx_sync.placement.leaves import stack
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.simulate.engine import Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay

@@ -22,7 +22,7 @@ from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum, check_meet
 from optx_sync.metrics import Info
 from optx_sync.options import Refused, refuse
-from optx_sync.placement.axes import stack
+from optx_sync.placement.leaves import stack
 from optx_sync.shapes import Array, Bool, Float
 from optx_sync.simulate.clock import (
     Failure,
