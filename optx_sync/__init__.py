@@ -134,7 +134,9 @@ _ROOMS = ("exchange", "by_hand", "rules", "outer", "optimizers", "simulate", "au
 
 def _place_of(name: str) -> str:
     """Where a name is that is asked for in the wrong place, as a sentence."""
-    if name.startswith("_"):  # a library asks what this is
+    # A library asks what this is; `from optx_sync import forms` imports it then.
+    module = importlib.import_module("importlib.util").find_spec(f"optx_sync.{name}")
+    if name.startswith("_") or module is not None:
         return ""
     alike = {one.lower().replace("_", ""): one for one in __all__}
     if found := alike.get(name.lower().replace("_", "")):
