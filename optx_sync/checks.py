@@ -338,6 +338,27 @@ def explains_inner(grads: Tree) -> Iterator[None]:
         raise
 
 
+def require_state(init: Callable[[Tree], Tree], state: Tree, params: Tree) -> None:
+    """Refuse a state whose kinds are not those of one that `init` gives."""
+    try:
+        expected = jax.eval_shape(init, params)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return  # The step itself will say what is wrong.
+    if trees.kinds_of(expected) != trees.kinds_of(state):
+        where, got, wanted = _difference(state, expected, "state") or _OTHER
+        raise ValueError(_NOT_OF_THIS.format(where, got, wanted))
+
+
+_OTHER = "state", "of other parts", "as it should be"
+_NOT_OF_THIS = (
+    "The state is not one of this transformation: {} is {}; in that of tx.init(params) "
+    "it is {}. Another transformation has made it, or this one with other arguments "
+    "(fragments, overlap, exchange, inner, outer) or parameters, such as shards. Start "
+    "with tx.init(params); go on with a saved state under the arguments that it was "
+    "made with."
+)
+
+
 @contextlib.contextmanager
 def explains_state(
     init: Callable[[Tree], Tree], state: Tree, params: Tree
@@ -357,15 +378,7 @@ def explains_state(
             found = _other_shape(state, expected)
         if found is None:
             raise
-        where, got, wanted = found
-        raise ValueError(
-            f"The state is not one of this transformation: {where} is {got}; in that "
-            f"of tx.init(params) it is {wanted}. Another transformation has made it, "
-            "or this one with other arguments (fragments, delay, exchange, inner, "
-            "outer) or parameters, such as shards. Start with tx.init(params); go on "
-            "with a saved state under the arguments that it "
-            "was made with."
-        ) from error
+        raise ValueError(_NOT_OF_THIS.format(*found)) from error
 
 
 def _difference(tree: Tree, expected: Tree, where: str) -> tuple[str, str, str] | None:

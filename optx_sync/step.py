@@ -15,7 +15,13 @@ import numpy as np
 import optax
 
 from optx_sync import trees
-from optx_sync.checks import check_inner, explains_inner, explains_state, integer
+from optx_sync.checks import (
+    check_inner,
+    explains_inner,
+    explains_state,
+    integer,
+    require_state,
+)
 from optx_sync.placement.fields import stands_last
 from optx_sync.trees import Tree
 
@@ -53,9 +59,18 @@ def direct_transformation(
     Its `update` carries that. A transformation is a tree of its two functions for JAX,
     Flax and Orbax, which make another one of them: a class of ours would not survive.
     """
-    step: Any = _explained(init, update or landing_update(direct.apply))
-    step.direct = direct._replace(apply=_explained(init, direct.apply), update=step)
-    return optax.GradientTransformationExtraArgs(init, step)
+    made: set[Any] = set()  # the kinds of states that are this transformation's
+
+    @functools.wraps(init)
+    def start(params: Tree) -> Any:
+        state = init(params)
+        made.add(trees.kinds_of(state))
+        return state
+
+    step: Any = _explained(init, update or landing_update(direct.apply), made)
+    apply = _explained(init, direct.apply, made)
+    step.direct = direct._replace(apply=apply, update=step)
+    return optax.GradientTransformationExtraArgs(start, step)
 
 
 def _direct(tx: Any) -> Direct | None:
@@ -251,13 +266,23 @@ def apply_gradients(
     return trees.add_updates(params, updates), state
 
 
-def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
-    """A step that explains the error if its state is that of another transformation."""
+def _explained(
+    init: Callable[..., Any], step: Callable[..., Any], made: set[Any]
+) -> Callable:
+    """A step that refuses a state of another transformation, and explains its errors.
+
+    Of the states that `init` has made the kinds are known. Of others they are compared
+    once with those that it would make.
+    """
 
     @functools.wraps(step)
     def explained(
         updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> Any:
+        kinds = trees.kinds_of(state)
+        if kinds not in made and params is not None:
+            require_state(init, state, params)
+            made.add(kinds)
         with explains_state(init, state, params):
             return step(updates, state, params, **extra_args)
 

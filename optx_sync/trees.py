@@ -113,6 +113,13 @@ def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
     return jax.tree_util.keystr(path) or root
 
 
+def kinds_of(tree: Tree) -> Any:
+    """The classes of the named tuples of a state, nested as they are; hashable."""
+    if not isinstance(tree, tuple):
+        return None
+    return type(tree), tuple(map(kinds_of, tree))
+
+
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names in a path, the same for attributes, keys and places."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
