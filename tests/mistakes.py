@@ -145,7 +145,21 @@ CODE = {
         BEGIN + STEP + RUN + "workers.center(params)"
     ),
     "The center asked of the optimizer's state in front": (
-        BEGIN + "workers.center((opt_state, params))"
+        BEGIN + "assert workers.center((opt_state, params))['w'].shape == (3, 1)"
+    ),
+    "The center asked of the optimizer's state without parameters": (
+        BEGIN + "workers.center((opt_state,))"
+    ),
+    "of two networks, each behind its own optimizer's state": (
+        "two = {'w': jnp.ones((2, 2))}\n"
+        "state = params, opt_state, two, tx.init(two)\n"
+        "first, second = workers.center(workers.start(state))\n"
+        "assert (first['w'] == params['w']).all() and (second['w'] == two['w']).all()"
+    ),
+    "Two networks in one tree of parameters, each with an optimizer of its own": (
+        "both = {'params': {'gen': params, 'disc': params},\n"
+        "    'gen_opt': tx.init(params), 'disc_opt': tx.init(params)}\n"
+        "workers.center(workers.start(both))"
     ),
     "The center of replicas, which have none": (
         'tx = oxs.cross_shard(optax.sgd(0.1), "workers")\n'

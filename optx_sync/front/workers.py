@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
@@ -364,7 +363,8 @@ class Workers:
                 no center holds them.
 
         Returns:
-            From a tuple its first part, the parameters or the model. From a
+            From a tuple the part with the parameters or the model, the first one where
+                there is no center, and a tuple of them where several have one. From a
                 `TrainState`, a dict and the like all of it, with the center as
                 `params` or `model`.
 
@@ -389,9 +389,7 @@ class Workers:
                 "later.",
                 stacklevel=2,
             )
-        # The tree to return, with the numbers of the arrays that it needs.
-        _, tree = held.part(form.merge(np.arange(len(arrays))))
-        part, places = forms.split(tree)
+        part, places = forms.split(held.to_show(form))
         places = tuple(map(int, places))
         return part.merge(_center(form, levels, statistics, places, arrays))
 

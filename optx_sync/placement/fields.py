@@ -194,6 +194,11 @@ def center_of(state: Declares) -> tuple[Kind, Tree] | None:
     return None
 
 
+def has_center(x: object) -> bool:
+    """Whether this is the state of a center rule or of gossip with a center."""
+    return declares(x) and hasattr(type(x), "center_params") and bool(center_of(x))  # type: ignore[arg-type]
+
+
 def holds_center(tree: Tree) -> bool:
     """Whether a tree holds the state of a center rule or of gossip anywhere."""
     return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))

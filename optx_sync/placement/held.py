@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the parameters in a state, and those of a center in it."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from optx_sync.comm.shards import Names
-from optx_sync.forms import Form, Structure, is_variable
+from optx_sync.forms import Form, Structure, is_variable, split
 from optx_sync.placement import fields
 from optx_sync.placement.leaves import (
     Leaf,
@@ -16,7 +18,7 @@ from optx_sync.placement.leaves import (
     map_leaves,
     refuse_around_center,
 )
-from optx_sync.trees import Tree, is_masked, names_of, path_name
+from optx_sync.trees import Tree, is_masked, names_of
 
 _PACKAGE = __name__.split(".")[0]
 
@@ -46,13 +48,7 @@ NOTHING = Held(jax.tree.structure(()), [])  # where there is no center
 
 def centers(tree: Tree) -> list[Tree]:
     """The outermost states in a tree that hold a center from which workers start."""
-
-    def has_center(x):
-        return fields.declares(x) and hasattr(type(x), "center_params")
-
-    return [
-        node for node in fields.nodes_of(tree, has_center) if fields.center_of(node)
-    ]
+    return fields.nodes_of(tree, fields.has_center)
 
 
 def leaves(form: Form, arrays: Iterable[Tree]) -> list[Leaf]:
@@ -75,22 +71,69 @@ def held(form: Form) -> list[Held]:
     """For each center in a state, the parameters that belong to it."""
     numbers = range(len(form.paths()))
     state, found = form.bare(numbers), []
-    own = params(state, leaves(form, numbers))
-    for node in centers(state):
+    own = _outside(state)
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=fields.has_center)
+    for at, node in nodes:
+        if not fields.has_center(node):
+            continue
         center: Tree = (fields.center_of(node) or ((), ()))[1]
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
-        places = []
-        for path, x in pairs:
-            leaf = own.get(names_of(path))
-            places.append(leaf and leaf.x)
-            if leaf is None and not is_masked(x):
-                raise ValueError(
-                    f"Of the center's {path_name(path)} there is no parameter in this "
-                    "state. Pass parameters and optimizer's state together, in this "
-                    "order: (params, opt_state), a TrainState, or {'params': ...}."
-                )
+        wanted = [None if is_masked(x) else names_of(path) for path, x in pairs]
+        first = min(jax.tree.leaves(node))
+        start = _nearest(own, names_of(at), first, [x for x in wanted if x is not None])
+        places = [None if name is None else own[start + name] for name in wanted]
         found.append(Held(treedef, places))
     return found
+
+
+def _outside(state: Tree) -> dict[Names, int]:
+    """The arrays that are in no state of an optimizer, by their names."""
+    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_of_optimizer)
+    return {names_of(path): x for path, x in pairs if isinstance(x, int)}
+
+
+def _nearest(
+    own: dict[Names, int], at: Names, first: int, wanted: list[Names]
+) -> Names:
+    """The path to the nearest tree that has arrays of all of these names.
+
+    Nearest is what shares the most of the path `at` to the center, there what is called
+    `params` or `model`, else what stands before the center, whose first array is number
+    `first`, else what stands behind it. Of two in the same place none is nearest.
+    """
+    if not wanted:
+        return ()
+    size, last = len(wanted[0]), wanted[0]
+    ends = (name for name in own if len(name) >= size)
+    starts = [
+        name[: len(name) - size] for name in ends if name[len(name) - size :] == last
+    ]
+    starts = [x for x in starts if all(x + name in own for name in wanted)]
+    if not starts:
+        names = "".join(f"[{name!r}]" for name in last) or "the root"
+        raise ValueError(
+            f"Of the center's {names} there is no parameter in this state. Pass "
+            "parameters and optimizer's state together, (params, opt_state), a "
+            "TrainState, or {'params': ...}."
+        )
+    pairs = [itertools.takewhile(lambda x: x[0] == x[1], zip(x, at)) for x in starts]  # noqa: B905
+    shared = [len(list(pair)) for pair in pairs]
+    most = max(shared)
+    near = [x for x, many in zip(starts, shared, strict=True) if many == most]
+    named = [x for x in near if x[most : most + 1] in (("params",), ("model",))]
+    if not named:
+        places = {x: own[x + last] for x in near}
+        before = [x for x in near if places[x] < first]
+        chosen = max(before, key=places.get) if before else min(near, key=places.get)
+        named = [x for x in near if x[most : most + 1] == chosen[most : most + 1]]
+    if len(named) > 1:
+        found = " and ".join("".join(f"[{name!r}]" for name in x) for x in named[:2])
+        raise ValueError(
+            f"A center's parameters may be those at {found}, which are equally near to "
+            "its state. Pass each with its own optimizer's state, {'actor': (params, "
+            "opt_state), 'critic': (params, opt_state)}."
+        )
+    return named[0]
 
 
 def is_state(tree: Tree) -> bool:
@@ -109,6 +152,21 @@ def part(state: Tree) -> tuple[Names, Tree]:
     while type(state) in (tuple, list) and fields.nodes_of(state, is_of_optimizer):
         names, state = (*names, "0"), state[0]
     return names, state
+
+
+def to_show(form: Form) -> Tree:
+    """The parameters or the model, of a tree of this form, with the arrays' numbers.
+
+    Of a tuple the parts that are some center's parameters, and without a center the
+    first one.
+    """
+    state = form.merge(np.arange(len(form.paths())))
+    if type(state) is tuple:
+        owned = {place for one in held(form) for place in one.places}
+        shown = [x for x in state if owned & set(map(int, split(x)[1]))]
+        if shown:
+            return tuple(shown) if len(shown) > 1 else part((shown[0],))[1]
+    return part(state)[1]
 
 
 def prefix(state: Tree) -> Names:

@@ -204,10 +204,17 @@ class Layout(NamedTuple):
         check_one_number(numbers, self.sizes)
         one = list(map(self._of_one, leaves))
         if numbers[0] != self.sizes[0]:
-            first, *_ = [*held.held(form), held.NOTHING]
-            params, tree = how.of(first.tree(arrays), tree, form.bare(one))
-            arrays = form.pick(tree)
-            first.put(arrays, params)
+            found, like, before = (
+                held.held(form) or [held.NOTHING],
+                form.bare(one),
+                arrays,
+            )
+            for number, center in enumerate(found):
+                how = how._replace(number=number)
+                params, new = how.of(center.tree(before), tree, like)
+                if not number:
+                    arrays = form.pick(new)
+                center.put(arrays, params)
         places = places or self.places(form, one)
         if places is None:
             return list(arrays)

@@ -40,6 +40,7 @@ class Resize(NamedTuple):
         replicated: Whether the parameters have no worker axis.
         init: Makes the tree of a worker that begins, all of which is a state. Without
             it, leaves outside of states are each worker's own, keys included.
+        number: Of several centers in the tree, the one whose the parameters are.
     """
 
     n: int
@@ -48,6 +49,7 @@ class Resize(NamedTuple):
     strict: bool
     replicated: bool = False
     init: Callable[[Tree], Tree] | None = None
+    number: int = 0
 
     def of(self, params: Tree, tree: Tree, like: Tree) -> tuple[Tree, Tree]:
         """The parameters of a center in the tree, and the tree; `like` is of one."""
@@ -91,8 +93,9 @@ class Resize(NamedTuple):
     def _params(self, params: Tree, stacked: Tree) -> Tree:
         """The new workers' parameters, with some or all of them at the center."""
         new = jax.tree.map(lambda x: self._array(fields.OWN, x), params)
-        for node in fields.nodes_of(stacked, fields.is_level):
-            if found := fields.center_of(node):
+        nodes = fields.nodes_of(stacked, fields.has_center)
+        for node in nodes[self.number :][:1]:
+            if fields.is_level(node) and (found := fields.center_of(node)):
                 new = _at_center(new, params, *found)
         return new
 
