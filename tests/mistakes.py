@@ -264,6 +264,10 @@ CODE = {
         "_, own = step(workers.start(0.0), inputs)\n"
         "assert (own.reshape(64) == inputs[:, 0]).all()"
     ),
+    "Predictions of examples among the results, averaged": (
+        "step = workers.step(lambda total, x: (total, x[:, 0]))\n"
+        "step(workers.start(0.0), inputs)"
+    ),
     "A random key among the results": (
         "step = workers.step(lambda total, key: (total, key))\n"
         "step(workers.start(0.0), jax.random.key(0))"

@@ -249,10 +249,34 @@ class Step:
             raise
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new), self._averaged(others), how
+        rows = {x.shape[len(layout.sizes)] for x in self._split_arrays(call, laid, lie)}
+        return layout.pinned(form, new), self._averaged(others, rows), how
 
-    def _averaged(self, results: Tree) -> Tree:
-        """The means of results, where that sends nothing."""
+    def _split_arrays(
+        self, call: _Call, laid: Arrays, lie: Sequence[Mark]
+    ) -> list[jax.Array]:
+        """The arrays `[*sizes, rows, ...]` of batches that are split."""
+        splits = self.split if isinstance(self.split, tuple) else ()
+        places = [path[0].idx for path in call.batches.paths()]
+        return [
+            x
+            for x, mark, place in zip(laid, lie, places, strict=True)
+            if mark == 0
+            and x.ndim > len(self.layout().sizes)
+            and (splits[place] if place < len(splits) else self.split is not False)
+        ]
+
+    def _averaged(self, results: Tree, rows: set[int]) -> Tree:
+        """The means of results, where that sends nothing; `rows` of each batch."""
+        axes = len(self.layout().sizes)
+        for path, x in jax.tree_util.tree_leaves_with_path(results):
+            if self.average and x.ndim > axes and x.shape[axes] in rows - {1}:
+                raise ValueError(
+                    f"The result {path_name(path)} of {self.name} has one row for each "
+                    f"of a worker's {x.shape[axes]} examples, and a mean over workers "
+                    "would mix examples. Reduce it, jnp.mean(x, axis=0), or pass "
+                    "average=False to workers.step, which returns [n, examples, ...]."
+                )
         means = functools.partial(_means, axes=len(self.layout().sizes))
         if self._averages_after:
             jax.eval_shape(means, results)  # refuses what has none
