@@ -134,6 +134,19 @@ CODE = {
         + RUN
         + "assert loss > 0"
     ),
+    "Pretrained parameters put in place after `tx.init`": (
+        "params = {'w': jnp.ones((3, 1))}\n" + BEGIN
+    ),
+    "in a `TrainState`": (
+        "state = TrainState.create(apply_fn=None, params=params, tx=tx)\n"
+        "workers.start(state.replace(params={'w': jnp.ones((3, 1))}))"
+    ),
+    "in an NNX model": (
+        "model = Model()\n"
+        "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)\n"
+        "nnx.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))\n"
+        "workers.start((model, optimizer))"
+    ),
     "Started twice": BEGIN + "workers.start((params, opt_state))",
     "The state of another optimizer": (
         "opt_state = optax.adam(0.1).init(params)\n" + BEGIN + STEP + RUN

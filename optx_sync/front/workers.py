@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
@@ -188,8 +189,10 @@ class Workers:
             The same tree, for all workers. The argument stays as it is.
 
         Raises:
-            ValueError: A state that was started before; arrays that are sharded
-                over the workers' axis, or over another mesh.
+            ValueError: A state that was started before; a center that has made no step
+                and is not at the parameters, as where pretrained ones have been put in
+                place after `tx.init`; arrays that are sharded over the workers' axis,
+                or over another mesh.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -200,6 +203,7 @@ class Workers:
             ((4, 3), (4,), 'mine')
         """
         form, arrays = self._one(state)
+        _refuse_other_parameters(form, arrays)
         placing.check_threads(self.mesh)
         arrays = self._layout.start(form, arrays)
         shapes = [
@@ -644,6 +648,40 @@ def _split(state: Tree, where: str) -> tuple[forms.Form, list[Tree]]:
             "there is no array. Pass what start or a step has returned."
         )
     return form, arrays
+
+
+def _refuse_other_parameters(form: forms.Form, arrays: Sequence[Tree]) -> None:
+    """Refuse a new center of other parameters, to which the first round would pull."""
+    copies = held.copies(form.bare(arrays))
+    new = [not np.any(jax.device_get(node.global_step)) for node in copies]
+    if not any(new) or not all(getattr(x, "is_fully_addressable", 1) for x in arrays):
+        return
+    try:
+        found = held.copied(form)
+    except ValueError:
+        return  # Parameters are started by themselves.
+    for node, one, is_new in zip(copies, found, new, strict=True):
+        steps = getattr(node, "local_step", node.global_step)
+        is_new = is_new and not np.any(jax.device_get(steps))
+        if is_new and not bool(_are_equal(fields.copy_of(node), one.tree(arrays))):
+            raise ValueError(
+                f"The copy of the parameters in this {type(node).__name__} has made no "
+                "step, and is not at the parameters: these were put in place after "
+                "tx.init, such as pretrained ones, and the first round would pull workers back to the old ones. "
+                "Make the state of the parameters that training starts from: opt_state "
+                "= tx.init(params), TrainState.create(params=params, ...), or "
+                "nnx.Optimizer(model, tx, ...) behind nnx.update(model, ...)."
+            )
+
+
+@jax.jit
+def _are_equal(tree: Tree, other: Tree) -> jax.Array:
+    """Whether all numbers are equal, of a NaN, too."""
+    equal = [
+        jnp.array_equal(x.astype(y.dtype), y, equal_nan=True)
+        for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    ]
+    return jnp.all(jnp.asarray(equal))
 
 
 def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:

@@ -199,6 +199,18 @@ def has_center(x: object) -> bool:
     return declares(x) and hasattr(type(x), "center_params") and bool(center_of(x))  # type: ignore[arg-type]
 
 
+def copy_of(state: Declares) -> Tree:
+    """The copy of the parameters that a state keeps, a center or averages, or ()."""
+    kept = (value for _, kind, value in fields_of(state) if kind.lands)
+    return next((value for value in kept if jax.tree.leaves(value)), ())
+
+
+def has_copy(x: object) -> bool:
+    """Whether this is a state with counters that keeps a copy of the parameters."""
+    counts = declares(x) and hasattr(x, "global_step")
+    return counts and bool(jax.tree.leaves(copy_of(x)))  # type: ignore[arg-type]
+
+
 def holds_center(tree: Tree) -> bool:
     """Whether a tree holds the state of a center rule or of gossip anywhere."""
     return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))

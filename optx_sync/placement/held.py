@@ -2,7 +2,7 @@
 """Find the parameters in a state, and those of a center in it."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -69,14 +69,32 @@ def params(state: Tree, leaves: Iterable[Leaf]) -> dict[Names, Leaf]:
 
 def held(form: Form) -> list[Held]:
     """For each center in a state, the parameters that belong to it."""
+    return _belonging(form, lambda node: (fields.center_of(node) or ((), ()))[1])
+
+
+def copied(form: Form) -> list[Held]:
+    """For each copy of parameters in a state, these; in the order of `copies`."""
+    return _belonging(form, fields.copy_of, fields.has_copy)
+
+
+def copies(tree: Tree) -> list[Tree]:
+    """The outermost states in a tree that keep a copy of the parameters."""
+    return fields.nodes_of(tree, fields.has_copy)
+
+
+def _belonging(
+    form: Form,
+    copy_of: Callable[[Tree], Tree],
+    is_node: Callable[[Tree], bool] = fields.has_center,
+) -> list[Held]:
+    """For each of the outermost states of a kind, the parameters of its copy."""
     numbers = range(len(form.paths()))
     state, found = form.bare(numbers), []
     own = _outside(state)
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=fields.has_center)
-    for at, node in nodes:
-        if not fields.has_center(node):
+    for at, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
+        if not is_node(node):
             continue
-        center: Tree = (fields.center_of(node) or ((), ()))[1]
+        center = copy_of(node)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
         wanted = [None if is_masked(x) else names_of(path) for path, x in pairs]
         first = min(jax.tree.leaves(node))
