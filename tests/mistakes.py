@@ -82,6 +82,15 @@ opt_state = tx.init(params)
 params, opt_state = workers.start((params, opt_state))
 workers.step(train_step, state=2)(params, opt_state, inputs, targets)
 """
+RATE = """
+sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+tx = oxs.local_sgd(sgd, "workers", communication_period=2)
+opt_state = tx.init(params)
+params, opt_state = workers.start((params, opt_state))
+opt_state = optax.tree.set(opt_state, learning_rate={})
+step = workers.step(step_of(tx), state=2)
+params, opt_state, loss = step(params, opt_state, inputs, targets)
+"""
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
@@ -135,6 +144,12 @@ CODE = {
         + "assert loss > 0"
     ),
     "Started twice": BEGIN + "workers.start((params, opt_state))",
+    "A number for a learning rate in a started state": RATE.format("0.5"),
+    "A scalar array for it": RATE.format("jnp.float32(0.5)"),
+    "A new learning rate in a started state, `jnp.full_like(old, 0.5)`": RATE.format(
+        'jnp.full_like(optax.tree.get(opt_state, "learning_rate"), 0.5)'
+    )
+    + 'assert (optax.tree.get(opt_state, "learning_rate") == jnp.full(8, 0.5)).all()',
     "The state of another optimizer": (
         "opt_state = optax.adam(0.1).init(params)\n" + BEGIN + STEP + RUN
     ),
