@@ -143,6 +143,8 @@ CODE = {
         + RUN
         + "assert loss > 0"
     ),
+    "Parts of the state as several arguments": "workers.start(params, opt_state)",
+    "The number of states by position": "workers.step(train_step, 2)",
     "Started twice": BEGIN + "workers.start((params, opt_state))",
     "A number for a learning rate in a started state": RATE.format("0.5"),
     "A scalar array for it": RATE.format("jnp.float32(0.5)"),

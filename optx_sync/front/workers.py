@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
-from optx_sync.checks import integer, one_of
+from optx_sync.checks import integer, one_of, shows_call
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import checkpoints
@@ -172,6 +172,7 @@ class Workers:
         form, arrays = _split(state, where)
         return form, arrays, self._layout.check(held.leaves(form, arrays), where)
 
+    @shows_call("workers.start((params, state))")
     def start(self, state: Tree) -> Tree:
         """The state that all workers start from: copies of one worker's, placed.
 
@@ -257,6 +258,7 @@ class Workers:
             )
         return form, arrays
 
+    @shows_call("workers.step(train_step, state=2)")
     def step(
         self,
         fun: Callable[..., Any] | None = None,
