@@ -144,6 +144,17 @@ CODE = {
         + "assert loss > 0"
     ),
     "Parts of the state as several arguments": "workers.start(params, opt_state)",
+    "A step of (state, params), started as (params, state)": BEGIN
+    + (
+        "step = workers.step(\n"
+        "    lambda state, params, x: oxs.apply_gradients(tx, params, state, params),\n"
+        "    state=2)\n"
+        "step(params, opt_state, inputs)"
+    ),
+    "Optax's state and parameters in each other's place": (
+        "opt_state = optax.sgd(0.1).init(params)\n"
+        "oxs.apply_gradients(optax.sgd(0.1), params, params, opt_state)"
+    ),
     "The number of states by position": "workers.step(train_step, 2)",
     "Started twice": BEGIN + "workers.start((params, opt_state))",
     "A number for a learning rate in a started state": RATE.format("0.5"),
@@ -377,6 +388,7 @@ CODE = {
     "A schedule of 0 steps": (
         'oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=lambda _: 0)'
     ),
+    "The step in front of the optimizer in `due`": "oxs.by_hand.due(3, tx)",
     "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',
     "A keyword with a letter missing": (
         'oxs.elastic_average(optax.sgd(0.1), "workers", num_worker=8, rho=0.0)'
