@@ -91,6 +91,9 @@ opt_state = optax.tree.set(opt_state, learning_rate={})
 step = workers.step(step_of(tx), state=2)
 params, opt_state, loss = step(params, opt_state, inputs, targets)
 """
+LOOKAHEAD = """
+tx = oxs.local_sgd(optax.lookahead(optax.sgd(0.1), 5, 0.5), "workers")
+"""
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
@@ -342,6 +345,14 @@ CODE = {
         "inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))\n"
         "two = params | {'b': jnp.zeros(3)}\n"
         'oxs.cross_shard(inner, "data", shard_state="leaves").init(two)'
+    ),
+    "`optax.lookahead` inside of a wrapper": LOOKAHEAD + WITH,
+    "`optax.lookahead` inside of `cross_shard`": (
+        LOOKAHEAD.replace("local_sgd", "cross_shard") + WITH
+    ),
+    "`optax.lookahead` with `optax.LookaheadParams`": (
+        LOOKAHEAD + "slow = optax.LookaheadParams(params, params)\n"
+        "oxs.apply_gradients(tx, params, tx.init(slow), slow)"
     ),
     "Something behind a center rule in `optax.chain`": (
         "tx = optax.chain(tx, optax.clip(1.0))\n" + WITH
