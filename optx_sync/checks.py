@@ -173,6 +173,13 @@ def check_params(params: Tree) -> None:
                 "does; what this package has for Flax is optx_sync.flax."
             )
     trees.check_arrays(params, "The parameter")
+    for path, leaf in trees.leaves_with_names(params):
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            raise TypeError(
+                f"The parameter at {path} is {leaf}, an integer of Python, of which "
+                "JAX makes an integer array: it cannot be trained. Write "
+                f"jnp.float32({leaf})."
+            )
 
 
 def check_no_train_state(params: Tree) -> None:

@@ -159,6 +159,9 @@ CODE = {
         "oxs.apply_gradients(optax.sgd(0.1), params, params, opt_state)"
     ),
     "The number of states by position": "workers.step(train_step, 2)",
+    "Shapes in place of arrays": (
+        "workers.start(jax.eval_shape(lambda: (params, tx.init(params))))"
+    ),
     "Started twice": BEGIN + "workers.start((params, opt_state))",
     "A number for a learning rate in a started state": RATE.format("0.5"),
     "A scalar array for it": RATE.format("jnp.float32(0.5)"),
@@ -392,6 +395,10 @@ CODE = {
         'tx = oxs.sync_replicas(optax.sgd(0.1), "workers", 8)\n'
         + GIVEN.format("contributes=jnp.ones(1, bool)")
     ),
+    "An integer of Python for a parameter": (
+        'oxs.cross_shard(optax.adam(0.1), "workers").init({"w": 3})'
+    ),
+    "An integer for a parameter of a center": 'tx.init({"w": 3})',
     "A loss of one's own for a line search": (
         'tx = oxs.cross_shard(optax.lbfgs(), "workers")\n'
         + GIVEN.format("value=0.0, grad=params, value_fn=lambda params: 0.0")

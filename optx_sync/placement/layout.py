@@ -126,6 +126,13 @@ class Layout(NamedTuple):
     def start(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
         self.check_devices("workers.start")
+        for path, x in zip(form.paths(), arrays, strict=True):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"workers.start takes arrays; the state {path_name(path)} is a "
+                    "jax.ShapeDtypeStruct. Shapes alone, for workers.restore, are "
+                    "declared by workers.expect(state)."
+                )
         places = self.places(form, arrays)
         if self.mesh is not None:
             arrays = [self._onto_mesh(x) for x in arrays]
