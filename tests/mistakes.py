@@ -421,6 +421,12 @@ CODE = {
     "An exchange that was not called": (
         'oxs.diloco(optax.sgd(0.1), "workers", exchange=oxs.exchange.quantized)'
     ),
+    "A dict of variables to average for a `FrozenDict`": (
+        "from flax.core import FrozenDict\n"
+        "average = {'variable_averages': 0.9, 'variables_to_average': {'w': True}}\n"
+        'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init('
+        "FrozenDict(params))"
+    ),
     "TensorFlow's list of variables to average": (
         "average = {'variable_averages': 0.9, 'variables_to_average': ['w']}\n"
         'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
