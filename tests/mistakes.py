@@ -206,6 +206,25 @@ CODE = {
         + WITH
         + "workers.center((params, opt_state))"
     ),
+    "The center under `jax.transfer_guard`": WITH
+    + RUN
+    + 'with jax.transfer_guard("disallow"):\n'
+    "    center = workers.center((params, opt_state))\n"
+    'assert center["w"].shape == (3, 1)',
+    "The center of parameters that are NaN": (
+        'tx = oxs.cross_shard(optax.sgd(0.1), "workers")\n'
+        + WITH.replace("inputs", "inputs * jnp.nan")
+        + "workers.center((params, opt_state))"
+    ),
+    "`optax.flatten` around a center rule": (
+        "tx = optax.flatten(tx)\nopt_state = tx.init(params)\n"
+        + BEGIN
+        + "workers.center((params, opt_state))"
+    ),
+    "`optax.flatten` inside of a center rule": (
+        'tx = oxs.local_sgd(optax.flatten(optax.adam(0.1)), "workers",\n'
+        "    communication_period=1)\n" + WITH + "workers.center((params, opt_state))"
+    ),
     "The center of a state that was not started": (
         "workers.center((params, opt_state))"
     ),

@@ -661,9 +661,11 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
 
 
 @jax.jit
-def _all_differ(arrays: list[jax.Array]) -> jax.Array:
-    """Whether each of these arrays differs from worker to worker."""
-    return jnp.stack([(x != x[:1]).any() for x in arrays]).all()
+def _differ_and_nan(arrays: list[jax.Array]) -> jax.Array:
+    """bool[2], whether each of these arrays differs between workers; is all NaN."""
+    nan = jnp.stack([jnp.isnan(x).all() for x in arrays]).all()
+    differ = jnp.stack([(x != x[:1]).any() for x in arrays]).all()
+    return jnp.stack([differ, nan])
 
 
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
@@ -671,8 +673,17 @@ def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
     state, leaves = form.bare(arrays), held.leaves(form, arrays)
     own = (leaf.x for leaf in held.params(state, leaves).values())
     params = [x for x in own if is_inexact(x.dtype)]
-    alone = not any(leaf.levels for leaf in leaves)
-    if alone and params and _all_differ(params):
+    if not params or any(leaf.levels for leaf in leaves):
+        return
+    differ, nan = jax.device_get(_differ_and_nan(params))
+    if nan:
+        warnings.warn(
+            "All parameters of all workers are NaN: training has diverged. Go back to "
+            "a checkpoint, with a smaller learning rate say; a wrapper leaves broken "
+            "gradients out where it has drop_nonfinite=True.",
+            stacklevel=3,
+        )
+    elif differ:
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
             "center. Pass the optimizer's state with them, (params, opt_state); if it "
