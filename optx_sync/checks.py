@@ -173,6 +173,13 @@ def check_params(params: Tree) -> None:
                 "does; what this package has for Flax is optx_sync.flax."
             )
     trees.check_arrays(params, "The parameter")
+    for path, leaf in trees.leaves_with_names(params):
+        if isinstance(leaf, int) and not isinstance(leaf, bool):
+            raise TypeError(
+                f"The parameter at {path} is {leaf}, an integer of Python, of which "
+                "JAX makes an integer array: it cannot be trained. Write "
+                f"jnp.float32({leaf})."
+            )
 
 
 def check_no_train_state(params: Tree) -> None:
@@ -242,6 +249,13 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
             )
 
 
+_LOOKAHEAD = (
+    "optax.lookahead takes optax.LookaheadParams with gradients of its fast ones alone,"
+    " and a wrapper gradients like the parameters. Lookahead in or around a wrapper is "
+    "oxs.diloco(inner, None, outer=optax.sgd(0.5), communication_period=5)."
+)
+
+
 def check_grads(grads: Tree, params: Tree | None) -> None:
     """Refuse gradients that are not floating, or do not match the parameters.
 
@@ -263,10 +277,13 @@ def check_grads(grads: Tree, params: Tree | None) -> None:
     for path in [*expected, *found]:
         if (path in expected) != (path in found):
             where = "gradients" if path in expected else "parameters"
+            mend = "Differentiate with respect to the same tree; a leaf without a "
+            mend += "gradient is None."
+            if isinstance(params, optax.LookaheadParams):
+                mend = _LOOKAHEAD
             raise ValueError(
                 f"The gradients do not have the structure of the parameters: {path} "
-                f"is missing in the {where}. Differentiate with respect to the same "
-                "tree; a leaf without a gradient is None."
+                f"is missing in the {where}. {mend}"
             )
         grad, param = found[path], expected[path]
         if grad is None or param is None:
@@ -304,7 +321,7 @@ def explains_inner(grads: Tree) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         leaves = trees.leaves_with_names(grads)
         rows = [name for name, leaf in leaves if trees.is_slices(leaf)]
         notes = []
@@ -321,6 +338,8 @@ def explains_inner(grads: Tree) -> Iterator[None]:
                 "leave such a parameter alone; others mostly take arrays only: pass "
                 "zeros, or leave the parameter out with optax.masked."
             )
+        if isinstance(error, AttributeError) and error.name == "fast":
+            notes.append(_LOOKAHEAD)
         arrays = [trees.values_of(leaf) for _, leaf in leaves if leaf is not None]
         if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
             notes.append(

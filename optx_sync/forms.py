@@ -233,6 +233,18 @@ def difference(form: Form, other: Form) -> str:
     return "the containers differ"
 
 
+def number_for_array(form: Form, other: Form) -> tuple[KeyPath, object] | None:
+    """(where, which) a form holds a number of Python and the other one an array."""
+    if form.treedef != other.treedef:
+        return None
+    for path, x, y in zip(
+        form.paths_of_leaves(), form.leaves, other.leaves, strict=True
+    ):
+        if y is _ARRAY and isinstance(x, Kept) and is_number(x.value):
+            return path, x.value
+    return None
+
+
 def is_number(x: object) -> bool:
     """Whether this is a Python number other than a bool."""
     return isinstance(x, int | float | complex) and not isinstance(x, bool)

@@ -7,6 +7,7 @@ import contextvars
 import difflib
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ from optx_sync.checks import (
     integer,
     require_state,
 )
-from optx_sync.placement.fields import stands_last
+from optx_sync.placement import fields, held
 from optx_sync.trees import Tree
 
 Period = int | optax.Schedule
@@ -261,6 +262,8 @@ def apply_gradients(
         return found.apply(grads, state, params, **extra_args)
     tx = check_inner(tx, "apply_gradients(tx, grads, state, params)", "tx")
     _refuse_what_follows(state)
+    if not isinstance(state, tuple):  # as those of Optax are
+        _refuse_swapped(state, params)
     with explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
     return trees.add_updates(params, updates), state
@@ -281,6 +284,7 @@ def _explained(
     ) -> Any:
         kinds = trees.kinds_of(state)
         if kinds not in made and params is not None:
+            _refuse_swapped(state, params)
             require_state(init, state, params)
             made.add(kinds)
         with explains_state(init, state, params):
@@ -289,12 +293,24 @@ def _explained(
     return explained
 
 
+def _refuse_swapped(state: Tree, params: Tree) -> None:
+    """Refuse parameters and an optimizer's state that have changed places."""
+    states = fields.nodes_of(params, held.is_of_optimizer)
+    if states and not fields.nodes_of(state, held.is_of_optimizer):
+        raise TypeError(
+            f"The parameters are an optimizer's state, {type(states[0]).__name__}, and "
+            "the state is none: the two have changed places. A step takes, starts "
+            "with and returns both in one order: step(params, state, batch), "
+            "workers.start((params, state)), apply_gradients(tx, grads, state, params)."
+        )
+
+
 def _refuse_what_follows(state: Tree) -> None:
     """Refuse a chain in which a link follows one that must stand last."""
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()
     for place, link in enumerate(links[:-1]):
-        if stands_last(link):
+        if fields.stands_last(link):
             raise ValueError(
                 f"Link {place} of this chain of {len(links)} has a "
                 f"{type(link).__name__}: it turns new parameters into updates, so what "
@@ -332,6 +348,12 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         >>> [oxs.by_hand.due(tx, step) for step in range(6)]
         [False, False, True, False, False, True]
     """
+    if not isinstance(step, numbers.Real | np.ndarray | jax.Array):
+        swapped = " Have tx and step changed places?" if hasattr(step, "update") else ""
+        raise TypeError(
+            f"step must be a number; got one of type {type(step).__name__}.{swapped} "
+            "Write for example oxs.by_hand.due(tx, step)."
+        )
     found = _direct(tx)
     period = found.communication_period if found else tx
     if not callable(period):

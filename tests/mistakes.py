@@ -82,6 +82,18 @@ opt_state = tx.init(params)
 params, opt_state = workers.start((params, opt_state))
 workers.step(train_step, state=2)(params, opt_state, inputs, targets)
 """
+RATE = """
+sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+tx = oxs.local_sgd(sgd, "workers", communication_period=2)
+opt_state = tx.init(params)
+params, opt_state = workers.start((params, opt_state))
+opt_state = optax.tree.set(opt_state, learning_rate={})
+step = workers.step(step_of(tx), state=2)
+params, opt_state, loss = step(params, opt_state, inputs, targets)
+"""
+LOOKAHEAD = """
+tx = oxs.local_sgd(optax.lookahead(optax.sgd(0.1), 5, 0.5), "workers")
+"""
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
@@ -147,7 +159,29 @@ CODE = {
         "nnx.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))\n"
         "workers.start((model, optimizer))"
     ),
+    "Parts of the state as several arguments": "workers.start(params, opt_state)",
+    "A step of (state, params), started as (params, state)": BEGIN
+    + (
+        "step = workers.step(\n"
+        "    lambda state, params, x: oxs.apply_gradients(tx, params, state, params),\n"
+        "    state=2)\n"
+        "step(params, opt_state, inputs)"
+    ),
+    "Optax's state and parameters in each other's place": (
+        "opt_state = optax.sgd(0.1).init(params)\n"
+        "oxs.apply_gradients(optax.sgd(0.1), params, params, opt_state)"
+    ),
+    "The number of states by position": "workers.step(train_step, 2)",
+    "Shapes in place of arrays": (
+        "workers.start(jax.eval_shape(lambda: (params, tx.init(params))))"
+    ),
     "Started twice": BEGIN + "workers.start((params, opt_state))",
+    "A number for a learning rate in a started state": RATE.format("0.5"),
+    "A scalar array for it": RATE.format("jnp.float32(0.5)"),
+    "A new learning rate in a started state, `jnp.full_like(old, 0.5)`": RATE.format(
+        'jnp.full_like(optax.tree.get(opt_state, "learning_rate"), 0.5)'
+    )
+    + 'assert (optax.tree.get(opt_state, "learning_rate") == jnp.full(8, 0.5)).all()',
     "The state of another optimizer": (
         "opt_state = optax.adam(0.1).init(params)\n" + BEGIN + STEP + RUN
     ),
@@ -184,6 +218,25 @@ CODE = {
         'tx = oxs.diloco(optax.sgd(0.1), "workers")\n'
         + WITH
         + "workers.center((params, opt_state))"
+    ),
+    "The center under `jax.transfer_guard`": WITH
+    + RUN
+    + 'with jax.transfer_guard("disallow"):\n'
+    "    center = workers.center((params, opt_state))\n"
+    'assert center["w"].shape == (3, 1)',
+    "The center of parameters that are NaN": (
+        'tx = oxs.cross_shard(optax.sgd(0.1), "workers")\n'
+        + WITH.replace("inputs", "inputs * jnp.nan")
+        + "workers.center((params, opt_state))"
+    ),
+    "`optax.flatten` around a center rule": (
+        "tx = optax.flatten(tx)\nopt_state = tx.init(params)\n"
+        + BEGIN
+        + "workers.center((params, opt_state))"
+    ),
+    "`optax.flatten` inside of a center rule": (
+        'tx = oxs.local_sgd(optax.flatten(optax.adam(0.1)), "workers",\n'
+        "    communication_period=1)\n" + WITH + "workers.center((params, opt_state))"
     ),
     "The center of a state that was not started": (
         "workers.center((params, opt_state))"
@@ -332,6 +385,14 @@ CODE = {
         "two = params | {'b': jnp.zeros(3)}\n"
         'oxs.cross_shard(inner, "data", shard_state="leaves").init(two)'
     ),
+    "`optax.lookahead` inside of a wrapper": LOOKAHEAD + WITH,
+    "`optax.lookahead` inside of `cross_shard`": (
+        LOOKAHEAD.replace("local_sgd", "cross_shard") + WITH
+    ),
+    "`optax.lookahead` with `optax.LookaheadParams`": (
+        LOOKAHEAD + "slow = optax.LookaheadParams(params, params)\n"
+        "oxs.apply_gradients(tx, params, tx.init(slow), slow)"
+    ),
     "Something behind a center rule in `optax.chain`": (
         "tx = optax.chain(tx, optax.clip(1.0))\n" + WITH
     ),
@@ -370,6 +431,10 @@ CODE = {
         'tx = oxs.sync_replicas(optax.sgd(0.1), "workers", 8)\n'
         + GIVEN.format("contributes=jnp.ones(1, bool)")
     ),
+    "An integer of Python for a parameter": (
+        'oxs.cross_shard(optax.adam(0.1), "workers").init({"w": 3})'
+    ),
+    "An integer for a parameter of a center": 'tx.init({"w": 3})',
     "A loss of one's own for a line search": (
         'tx = oxs.cross_shard(optax.lbfgs(), "workers")\n'
         + GIVEN.format("value=0.0, grad=params, value_fn=lambda params: 0.0")
@@ -377,6 +442,7 @@ CODE = {
     "A schedule of 0 steps": (
         'oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=lambda _: 0)'
     ),
+    "The step in front of the optimizer in `due`": "oxs.by_hand.due(3, tx)",
     "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',
     "A keyword with a letter missing": (
         'oxs.elastic_average(optax.sgd(0.1), "workers", num_worker=8, rho=0.0)'
@@ -390,6 +456,12 @@ CODE = {
     ),
     "An exchange that was not called": (
         'oxs.diloco(optax.sgd(0.1), "workers", exchange=oxs.exchange.quantized)'
+    ),
+    "A dict of variables to average for a `FrozenDict`": (
+        "from flax.core import FrozenDict\n"
+        "average = {'variable_averages': 0.9, 'variables_to_average': {'w': True}}\n"
+        'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init('
+        "FrozenDict(params))"
     ),
     "TensorFlow's list of variables to average": (
         "average = {'variable_averages': 0.9, 'variables_to_average': ['w']}\n"

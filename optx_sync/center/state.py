@@ -140,9 +140,7 @@ class CenterState(NamedTuple):
     def is_older_than_training(self) -> bool:
         """Whether steps were made, and any part of the center has never met."""
         parts = self.ages.shape[-1] if _has_parts(self) else 1
-        rounds, steps = (
-            int(jnp.ravel(x)[0]) for x in (self.global_step, self.local_step)
-        )
+        rounds, steps = map(_of_first, (self.global_step, self.local_step))
         return steps > 0 and rounds < parts
 
     def metrics(self, params: Tree | None) -> CenterMetrics:
@@ -184,7 +182,7 @@ class CenterState(NamedTuple):
         """(what another number of workers loses inside of a round, how not to)."""
         if self.how.alone:
             return []  # Other workers are none of its own.
-        steps = int(jnp.ravel(self.steps_since_round)[0])
+        steps = _of_first(self.steps_since_round)
         if steps and fields.holds_center(self.inner):
             raise ValueError(
                 "There is a center rule inside of this one, and workers are not at "
@@ -213,6 +211,16 @@ fields.declare(
         if name != "how"
     },
 )(CenterState)
+
+
+@jax.jit
+def _first(x: jax.Array) -> jax.Array:
+    return jnp.ravel(x)[0]
+
+
+def _of_first(counter: jax.Array) -> int:
+    """The first worker's counter; `jax.transfer_guard` lets it be read."""
+    return int(jax.device_get(_first(counter)))
 
 
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:

@@ -18,7 +18,7 @@ from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError
 from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
 from optx_sync.placement import fields, held
-from optx_sync.placement.layout import Arrays, Layout, marks, strong
+from optx_sync.placement.layout import Arrays, Layout, marks, new_value, strong
 from optx_sync.placement.leaves import Mark, is_key, is_raw_key
 from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import KeyPath, Tree, check_arrays, path_name
@@ -389,6 +389,12 @@ class Step:
             found, arrays = forms.split(state)
             if found == form:
                 return arrays, others, how
+            if number := forms.number_for_array(form, found):
+                where, value = path_name(number[0]), number[1]
+                raise ValueError(
+                    f"The state {where} of {self.name} is {value}, a number of Python, "
+                    f"and an array in what it returns. {new_value(value)}"
+                )
         raise ValueError(
             f"With state={self.state} {self.name} returns its state in front of other "
             "results, `return params, state, loss` with state=2, or changes NNX objects"

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optx_sync import forms
-from optx_sync.checks import integer, one_of
+from optx_sync.checks import integer, one_of, shows_call
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import checkpoints
@@ -173,6 +173,7 @@ class Workers:
         form, arrays = _split(state, where)
         return form, arrays, self._layout.check(held.leaves(form, arrays), where)
 
+    @shows_call("workers.start((params, state))")
     def start(self, state: Tree) -> Tree:
         """The state that all workers start from: copies of one worker's, placed.
 
@@ -261,6 +262,7 @@ class Workers:
             )
         return form, arrays
 
+    @shows_call("workers.step(train_step, state=2)")
     def step(
         self,
         fun: Callable[..., Any] | None = None,
@@ -667,10 +669,11 @@ def _refuse_other_parameters(form: forms.Form, arrays: Sequence[Tree]) -> None:
             raise ValueError(
                 f"The copy of the parameters in this {type(node).__name__} has made no "
                 "step, and is not at the parameters: these were put in place after "
-                "tx.init, such as pretrained ones, and the first round would pull workers back to the old ones. "
-                "Make the state of the parameters that training starts from: opt_state "
-                "= tx.init(params), TrainState.create(params=params, ...), or "
-                "nnx.Optimizer(model, tx, ...) behind nnx.update(model, ...)."
+                "tx.init, such as pretrained ones, and the first round would pull "
+                "workers back to the old ones. Make the state of the parameters that "
+                "training starts from: opt_state = tx.init(params), TrainState.create("
+                "params=params, ...), or nnx.Optimizer(model, tx, ...) behind "
+                "nnx.update(model, ...)."
             )
 
 
@@ -697,9 +700,11 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
 
 
 @jax.jit
-def _all_differ(arrays: list[jax.Array]) -> jax.Array:
-    """Whether each of these arrays differs from worker to worker."""
-    return jnp.stack([(x != x[:1]).any() for x in arrays]).all()
+def _differ_and_nan(arrays: list[jax.Array]) -> jax.Array:
+    """bool[2], whether each of these arrays differs between workers; is all NaN."""
+    nan = jnp.stack([jnp.isnan(x).all() for x in arrays]).all()
+    differ = jnp.stack([(x != x[:1]).any() for x in arrays]).all()
+    return jnp.stack([differ, nan])
 
 
 def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
@@ -707,8 +712,17 @@ def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
     state, leaves = form.bare(arrays), held.leaves(form, arrays)
     own = (leaf.x for leaf in held.params(state, leaves).values())
     params = [x for x in own if is_inexact(x.dtype)]
-    alone = not any(leaf.levels for leaf in leaves)
-    if alone and params and _all_differ(params):
+    if not params or any(leaf.levels for leaf in leaves):
+        return
+    differ, nan = jax.device_get(_differ_and_nan(params))
+    if nan:
+        warnings.warn(
+            "All parameters of all workers are NaN: training has diverged. Go back to "
+            "a checkpoint, with a smaller learning rate say; a wrapper leaves broken "
+            "gradients out where it has drop_nonfinite=True.",
+            stacklevel=3,
+        )
+    elif differ:
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
             "center. Pass the optimizer's state with them, (params, opt_state); if it "

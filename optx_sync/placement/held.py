@@ -144,6 +144,12 @@ def _nearest(
         before = [x for x in near if places[x] < first]
         chosen = max(before, key=places.get) if before else min(near, key=places.get)
         named = [x for x in near if x[most : most + 1] == chosen[most : most + 1]]
+    if not last and min(map(len, named)) > most + 1:
+        raise ValueError(
+            "A center is one array, and the parameters are a tree: optax.flatten stands"
+            " around its rule, and hides which parameters these are. Put it inside: "
+            "oxs.local_sgd(optax.flatten(inner), 'workers')."
+        )
     if len(named) > 1:
         found = " and ".join("".join(f"[{name!r}]" for name in x) for x in named[:2])
         raise ValueError(

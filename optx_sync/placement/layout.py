@@ -104,10 +104,12 @@ class Layout(NamedTuple):
         for leaf in leaves:
             front, shape = leaf.along(self.sizes), jnp.shape(leaf.x)
             if shape[: len(front)] != front:
+                mend = "" if shape else f" {new_value('value')}"
                 raise ValueError(
                     f"The state {path_name(leaf.path)} of {whose} has shape {shape}, "
                     f"and that of all workers begins with {front}. Start once, state = "
                     "workers.start(state), or resize that of another number of workers."
+                    f"{mend}"
                 )
         return self.levels(leaves)
 
@@ -124,6 +126,13 @@ class Layout(NamedTuple):
     def start(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
         self.check_devices("workers.start")
+        for path, x in zip(form.paths(), arrays, strict=True):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"workers.start takes arrays; the state {path_name(path)} is a "
+                    "jax.ShapeDtypeStruct. Shapes alone, for workers.restore, are "
+                    "declared by workers.expect(state)."
+                )
         places = self.places(form, arrays)
         if self.mesh is not None:
             arrays = [self._onto_mesh(x) for x in arrays]
@@ -224,6 +233,14 @@ class Layout(NamedTuple):
             x if getattr(x, "sharding", None) == place else _put(x, place)
             for x, place in pairs
         ]
+
+
+def new_value(value: object) -> str:
+    """How to set a scalar in the state of all workers, for a message."""
+    return (
+        "In a started state a scalar of each worker's own, such as a learning rate, "
+        f"has the shape [n]. Set a new one by jnp.full_like(old, {value})."
+    )
 
 
 def check_one_number(before: tuple[int, ...], after: tuple[int, ...]) -> None:

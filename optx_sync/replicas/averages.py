@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving averages of the parameters: `variable_averages=` of `sync_replicas`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -31,6 +31,14 @@ def check_averages(variable_averages: Any) -> None:
         )
 
 
+def _for_another_type(mask: Tree, params: Tree) -> str:
+    """What a message says of a mapping of another class than the parameters'."""
+    kind = type(params)
+    if not isinstance(mask, Mapping) or type(mask) is kind:
+        return ""
+    return f" for parameters of type {kind.__name__}: make it one, {kind.__name__}(...)"
+
+
 def start_averages(
     params: Tree,
     decay: Decay | None,
@@ -56,7 +64,8 @@ def start_averages(
         raise ValueError(
             "variables_to_average is a tree of bools like the parameters, or like its "
             "first levels, or a function of them that returns one; got "
-            f"{trees.brief(mask)}. Write for example {{'out': True, 'hidden': False}}."
+            f"{trees.brief(mask)}{_for_another_type(mask, params)}. Write for example "
+            "{'out': True, 'hidden': False}."
         )
 
     def start(selected, param):
