@@ -205,7 +205,7 @@ class Workers:
         """
         form, arrays = self._one(state)
         _refuse_other_parameters(form, arrays)
-        placing.check_threads(self.mesh)
+        placing.check_threads(self.mesh, stacklevel=4)  # one shows a call
         arrays = self._layout.start(form, arrays)
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays
@@ -654,6 +654,8 @@ def _split(state: Tree, where: str) -> tuple[forms.Form, list[Tree]]:
 
 def _refuse_other_parameters(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Refuse a new center of other parameters, to which the first round would pull."""
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+        return  # shapes
     copies = held.copies(form.bare(arrays))
     new = [not np.any(jax.device_get(node.global_step)) for node in copies]
     if not any(new) or not all(getattr(x, "is_fully_addressable", 1) for x in arrays):

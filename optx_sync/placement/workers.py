@@ -365,7 +365,7 @@ def check_number(
 
 
 @functools.cache  # once for each mesh
-def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
+def check_threads(mesh: Mesh | AbstractMesh | None, stacklevel: int = 3) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
 
     Up to JAX 0.11 all devices run their programs on one pool of threads. A device that
@@ -390,7 +390,7 @@ def check_threads(mesh: Mesh | AbstractMesh | None) -> None:
             "for each, steps can wait in a collective until XLA aborts the program. "
             f"Start it with NPROC={2 * used}, or set os.environ['NPROC'] = "
             f"'{2 * used}' before the first array.",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
