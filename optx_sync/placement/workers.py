@@ -364,14 +364,19 @@ def check_number(
         )
 
 
-@functools.cache  # once for each mesh
+_looked_at: set[Mesh | AbstractMesh | None] = set()
+
+
 def check_threads(mesh: Mesh | AbstractMesh | None, stacklevel: int = 3) -> None:
-    """Warn of CPU devices that may wait for each other until XLA gives up.
+    """Warn of CPU devices that may wait for each other until XLA gives up; once.
 
     Up to JAX 0.11 all devices run their programs on one pool of threads. A device that
     needs a thread while the others hold all of them in a collective waits for ever.
     This was never seen with two threads for each device, but with one fewer.
     """
+    if mesh in _looked_at:
+        return
+    _looked_at.add(mesh)
     devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
     on_cpus = any(device.platform == "cpu" for device in devices)
     if jax.__version_info__ >= (0, 12) or not on_cpus:
