@@ -124,6 +124,10 @@ CODE = {
     "the same on a mesh": (
         PODS + 'workers = oxs.Workers((4, 2), ("chips", "pods"), mesh=True)\n' + WITH
     ),
+    "A wrapper for pods, and none for their chips": (
+        'tx = oxs.diloco(optax.sgd(0.1), "pods")\n'
+        'workers = oxs.Workers((2, 4), ("pods", "chips"))\n' + WITH
+    ),
     "Pods along explicit axes": (
         'names = ("pods", "chips")\n'
         "oxs.Workers((2, 4), names, mesh=jax.make_mesh((2, 4), names))"

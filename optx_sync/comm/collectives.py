@@ -8,9 +8,11 @@ and `jax.vmap(axis_name=...)`. JAX's collectives differ between them: `vmap` and
 several axes or over lanes on a mesh. The functions here behave alike in all contexts.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -68,6 +70,21 @@ class Groups:
         self.native: bool = len(axes) == 1 and manual
 
 
+# Where set: the axes that are named while a step is traced.
+_named: contextvars.ContextVar[set[str]] = contextvars.ContextVar("named")
+
+
+@contextlib.contextmanager
+def names_of_axes() -> Iterator[set[str]]:
+    """The axes that this library's functions are given meanwhile."""
+    found: set[str] = set()
+    before = _named.set(found)
+    try:
+        yield found
+    finally:
+        _named.reset(before)
+
+
 def check_axis_name(axis_name: object) -> tuple[str, ...]:
     """The axes as a tuple.
 
@@ -87,6 +104,7 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
         )
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
+    _named.get(set()).update(axes)
     return tuple(axes)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.center.turns import QUIET, Counters
 from optx_sync.checks import check_function
-from optx_sync.comm.collectives import UnequalError
+from optx_sync.comm.collectives import UnequalError, names_of_axes
 from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, new_value, strong
@@ -60,6 +60,7 @@ class Step:
     split: bool | tuple[bool | None, ...] | None
     average: bool
     donate: bool
+    own_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.fun, Step):
@@ -190,6 +191,18 @@ class Step:
             if not asked.rules:
                 self.programs[call, ()] = program
         return self.rules[call]
+
+    def _check_axes(self, named: set[str]) -> None:
+        """Refuse an axis that no wrapper names where there is one that some does."""
+        axes = [axis for axis in self.layout().axes if isinstance(axis, str)]
+        missing = [axis for axis in axes if axis not in {*named, *self.own_axes}]
+        if missing and named & {*axes}:
+            raise ValueError(
+                f"In {self.name} no wrapper names the axis {missing[0]!r} of Workers, "
+                "along which parameters would drift apart. Let a wrapper stand inside "
+                f"of the other, oxs.cross_shard(inner, {missing[0]!r}); or say that the"
+                f" step takes care of it, Workers(..., own_axes=({missing[0]!r},))."
+            )
 
     def _program_of(self, call: _Call, rules: list[Rule], kind: Kinds) -> Any:
         """The program of one kind of step."""
@@ -352,8 +365,9 @@ class Step:
         rest = call.batches.merge(batches)
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
-        with asked.tracing(arrays):
+        with asked.tracing(arrays), names_of_axes() as named:
             returned = self.fun(*given, *args, **kwargs)
+        self._check_axes(named)
         new, others, how = self._sort(call.state, given, returned)
         asked.came_back(new)
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):

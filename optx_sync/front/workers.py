@@ -60,6 +60,9 @@ class Workers:
             the exchange. `None`: shards stay as `start` finds them, the compiler
             lays out what a step makes, and exchanges with codes code whole arrays
             on each device.
+        own_axes: Of several axes those that no wrapper names and of which the step
+            itself takes care. Others that no wrapper names are refused where some other
+            one is named: along them parameters would drift apart.
 
     Raises:
         TypeError: A bad number, name, mesh or spec.
@@ -92,6 +95,7 @@ class Workers:
         *,
         mesh: Mesh | AbstractMesh | bool | None = None,
         specs: Tree = None,
+        own_axes: tuple[str, ...] = (),
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         self.sizes: tuple[int, ...] = _sizes(n)
@@ -99,6 +103,7 @@ class Workers:
         one: AxisName = one_or_several(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
+        self._own_axes: tuple[str, ...] = own_axes
         self._started: tuple[forms.Form, list[Tree]] | None = None
         if len(self.sizes) != len(self.axes):
             raise ValueError(
@@ -337,7 +342,8 @@ class Workers:
                 raise TypeError(
                     f"split is True, False or None, or a tuple of them; got {entry!r}."
                 )
-        return Step(lambda: self._layout, fun, state, split, average, donate)
+        own = self._own_axes
+        return Step(lambda: self._layout, fun, state, split, average, donate, own)
 
     def first(self, state: Tree) -> Tree:
         """The first worker's state, without the workers' axes.
@@ -515,7 +521,8 @@ class Workers:
             place = mesh.axis_names.index(names[0])
             devices = mesh.devices.take(range(sizes[0]), axis=place)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return Workers(sizes, tuple(names), mesh=mesh, specs=self._specs)
+        own = self._own_axes
+        return Workers(sizes, tuple(names), mesh=mesh, specs=self._specs, own_axes=own)
 
     def restore(
         self,
