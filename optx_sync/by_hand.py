@@ -9,6 +9,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer, one_of
+from optx_sync.comm.collectives import (
+    AxisName,
+    axis_index,
+    check_axis_name,
+    psum,
+)
+from optx_sync.comm.varying import localize
 from optx_sync.fingerprints import by_name
 from optx_sync.peers.gossip import mean_params as mean_params
 from optx_sync.placement import leaves as placing
@@ -187,6 +194,47 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
 
     marks = placing.marks_of(0 if axes is None else axes, tree)
     return map_leaves(of_first, tree, marks)
+
+
+def equal_start(tree: Tree, axis_name: AxisName) -> Tree:
+    """Broadcast a tree from the first worker: make all start from equal parameters.
+
+    For programs that initialise inside of `jax.vmap`, `jax.pmap` or `jax.shard_map`,
+    with a random key of each worker's own: wrappers keep equal what is equal, and
+    workers that start apart stay apart for ever. What has to be each worker's own, such
+    as the key itself, is not passed.
+
+    Args:
+        tree: This worker's arrays, random keys among them.
+        axis_name: The mapped axis, or a tuple of them.
+
+    Returns:
+        Those of the first worker, in the same types.
+
+    Raises:
+        ValueError: `axis_name` is not bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def init(key):
+        ...     params = jax.random.normal(key, (2,))
+        ...     return oxs.by_hand.equal_start(params, "workers")
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> params = jax.vmap(init, axis_name="workers")(keys)
+        >>> bool((params == params[0]).all())
+        True
+    """
+    first = axis_index(axis_name) == 0
+
+    def broadcast(x: jax.Array) -> jax.Array:
+        own = localize(x, axis_name)
+        kept = jnp.where(first, own, jnp.zeros_like(own))
+        if kept.dtype == jnp.bool_:
+            return broadcast(x.astype(jnp.int32)).astype(jnp.bool_)
+        return psum([kept], check_axis_name(axis_name))[0]
+
+    return jax.tree.map(lambda x: placing.on_data(broadcast, jnp.asarray(x)), tree)
 
 
 def resize(

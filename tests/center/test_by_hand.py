@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -84,3 +85,36 @@ def test_sync_replicas_clears_its_sums_where_they_are(meet):
     # to and cleared.
     assert got["copys of a round step"] == (2 if meet is None else 0)
     assert got["fusions of a round step"] <= wanted["fusions of a round step"] + 4
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map", "shard_map_unchecked"])
+def test_workers_that_initialise_by_themselves_start_equal(context):
+    def init(key):
+        tree = {
+            "w": jax.random.normal(key, (3,)),
+            "half": jax.random.normal(key, (2,), jnp.bfloat16),
+            "flag": jax.random.bernoulli(key, 0.5, (4,)),
+            "key": key,
+        }
+        found = oxs.by_hand.equal_start(tree, contexts.AXIS)
+        return found | {"key": jax.random.key_data(found["key"])}
+
+    keys = jax.random.split(jax.random.key(0), contexts.REPLICAS)
+    first = jax.tree.map(lambda x: x[0], jax.vmap(init, axis_name=contexts.AXIS)(keys))
+    np.testing.assert_array_equal(first["key"], jax.random.key_data(keys[0]))
+    np.testing.assert_array_equal(first["w"], jax.random.normal(keys[0], (3,)))
+    if context == "vmap":
+        found = jax.vmap(init, axis_name=contexts.AXIS)(keys)
+    else:
+        found = jax.jit(
+            jax.shard_map(
+                lambda keys: jax.tree.map(lambda x: x[None], init(keys[0])),
+                mesh=contexts.mesh(),
+                in_specs=P(contexts.AXIS),
+                out_specs=P(contexts.AXIS),
+                check_vma=context == "shard_map",
+            )
+        )(keys)
+    for name, x in found.items():
+        for own in x:
+            np.testing.assert_array_equal(own, first[name])
