@@ -20,6 +20,7 @@ Item = TypeVar("Item")
 # The longest text of an object in a message, in letters.
 LONGEST_TEXT = 100
 SHOWN_NAMES = 5
+_OURS = __name__.split(".")[0]
 
 
 class SlicesLeaf:
@@ -166,6 +167,14 @@ def brief(x: object) -> str:
     text = repr(x)
     text = text if len(text) <= LONGEST_TEXT else "one"
     return f"{text} of type {type(x).__name__}"
+
+
+def users_level() -> int:
+    """For a warning of the function that asks: the `stacklevel` of a user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == _OURS:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def some(names: list[str]) -> str:

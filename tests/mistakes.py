@@ -314,6 +314,9 @@ CODE = {
     "A batch that cannot be split evenly": (
         BEGIN + STEP + "step(params, opt_state, inputs[:60], targets[:60])"
     ),
+    "Batches of unequal numbers of examples": (
+        BEGIN + STEP + "step(params, opt_state, inputs, targets[:48])"
+    ),
     "`split=False` for a whole batch": (
         BEGIN
         + "step = workers.step(train_step, state=2, split=False)\n"

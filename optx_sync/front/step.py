@@ -318,11 +318,30 @@ class Step:
                     "array to split it, jnp.asarray(batch); split=None gives each "
                     "worker the whole list."
                 )
+        self._check_rows(call, batches, splits)
         found = [
             self._along(x, splits[path[0].idx], _argument(path, self.state))
             for path, x in zip(call.batches.paths(), batches, strict=True)
         ]
         return [x for x, _ in found], [mark for _, mark in found]
+
+    def _check_rows(
+        self, call: _Call, batches: Arrays, splits: tuple[bool | None, ...]
+    ) -> None:
+        """Refuse batches of unequal numbers of examples; each worker's own have [n]."""
+        found: dict[int, str] = {}
+        for path, x in zip(call.batches.paths(), batches, strict=True):
+            if splits[path[0].idx] and jnp.ndim(x):
+                found.setdefault(jnp.shape(x)[0], _argument(path, self.state))
+        found.pop(self.layout().number, None)
+        if len(found) > 1:
+            (rows, one), (more, other), *_ = found.items()
+            raise ValueError(
+                f"The {one} of {self.name} has {rows} examples to split among workers, "
+                f"and {other} has {more}: no worker could pair them. Pass as many of "
+                "each. A table for all workers has split=None, split=(True, None); what"
+                " is each worker's own, x.reshape(n, -1, ...), split=(True, False)."
+            )
 
     def _along(
         self, x: jax.Array, split: bool | None, where: str

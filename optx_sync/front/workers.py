@@ -27,7 +27,14 @@ from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.placement.resize import Resize
 from optx_sync.signatures import readable as _readable
-from optx_sync.trees import Tree, brief, is_inexact, one_or_several, path_name
+from optx_sync.trees import (
+    Tree,
+    brief,
+    is_inexact,
+    one_or_several,
+    path_name,
+    users_level,
+)
 
 
 class Workers:
@@ -704,7 +711,7 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
                 f"The state {path_name(path)} looks like a raw random key, "
                 "jax.random.PRNGKey: all workers would draw the same numbers. Take "
                 "jax.random.key(0), or jax.random.wrap_key_data(key).",
-                stacklevel=3,
+                stacklevel=users_level(),
             )
 
 
