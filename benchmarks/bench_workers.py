@@ -66,7 +66,7 @@ def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 def going_on(step: Callable[..., Any], *state: Any) -> Callable[[], Any]:
     """A call that goes on with what the last one returned."""
-    held = [state]
+    held: list[Any] = [state]
 
     def call():
         *held[0], loss = step(*held[0], BATCH)

@@ -103,7 +103,7 @@ def mean_or(
     otherwise: Tree,
     tree: SameTree,
     axis_name: AxisName,
-    weight: ArrayLike | None,
+    weight: jax.Array | float | None,
     group_assignment: GroupAssignment | None = None,
 ) -> SameTree:
     """The weighted mean; where all weights are 0, `otherwise`, of which `None` is NaN.

@@ -140,9 +140,9 @@ def _nearest(
     near = [x for x, many in zip(starts, shared, strict=True) if many == most]
     named = [x for x in near if x[most : most + 1] in (("params",), ("model",))]
     if not named:
-        places = {x: own[x + last] for x in near}
-        before = [x for x in near if places[x] < first]
-        chosen = max(before, key=places.get) if before else min(near, key=places.get)
+        places = {own[x + last]: x for x in near}
+        before = [place for place in places if place < first]
+        chosen = places[max(before) if before else min(places)]
         named = [x for x in near if x[most : most + 1] == chosen[most : most + 1]]
     if not last and min(map(len, named)) > most + 1:
         raise ValueError(

@@ -213,17 +213,13 @@ class Layout(NamedTuple):
         check_one_number(numbers, self.sizes)
         one = list(map(self._of_one, leaves))
         if numbers[0] != self.sizes[0]:
-            found, like, before = (
-                held.held(form) or [held.NOTHING],
-                form.bare(one),
-                arrays,
-            )
+            found, resized = held.held(form) or [held.NOTHING], []
             for number, center in enumerate(found):
-                how = how._replace(number=number)
-                params, new = how.of(center.tree(before), tree, like)
-                if not number:
-                    arrays = form.pick(new)
-                center.put(arrays, params)
+                each = how._replace(number=number)
+                params, new = each.of(center.tree(arrays), tree, form.bare(one))
+                resized = resized or form.pick(new)
+                center.put(resized, params)
+            arrays = resized
         places = places or self.places(form, one)
         if places is None:
             return list(arrays)

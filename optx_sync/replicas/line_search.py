@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.typing import ArrayLike
 
 from optx_sync import checks
 from optx_sync.comm import collectives
@@ -19,7 +18,7 @@ from optx_sync.trees import Tree
 def value_fn(
     loss: Callable[..., jax.Array],
     axis_name: AxisName,
-    weight: ArrayLike | None = None,
+    weight: jax.Array | float | None = None,
 ) -> Callable[..., jax.Array]:
     r"""The mean loss of all replicas, whose gradient is the mean, for a line search.
 
