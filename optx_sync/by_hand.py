@@ -222,7 +222,7 @@ def equal_start(tree: Tree, axis_name: AxisName) -> Tree:
         ...     return oxs.by_hand.equal_start(params, "workers")
         >>> keys = jax.random.split(jax.random.key(0), 3)
         >>> params = jax.vmap(init, axis_name="workers")(keys)
-        >>> bool((params == params[0]).all())
+        >>> bool((params == params[:1]).all())
         True
     """
     first = axis_index(axis_name) == 0

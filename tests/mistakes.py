@@ -448,6 +448,7 @@ CODE = {
     ),
     "A schedule of 0 steps": (
         'oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=lambda _: 0)'
+        ".init(params)"
     ),
     "The step in front of the optimizer in `due`": "oxs.by_hand.due(3, tx)",
     "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',

@@ -10,6 +10,7 @@ from tests.combinations import PAGE, WRAPPERS, section
 # What changes numbers or dtypes and nothing else, or belongs to one rule.
 LEFT_OUT = {
     *("inner", "axis_name", "accumulator_dtype", "reduce_extra_args", "seed"),
+    "equal_extra_args",
     *("rule", "replicas_to_aggregate", "total_num_replicas", "variables_to_average"),
 }
 

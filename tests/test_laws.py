@@ -37,6 +37,7 @@ OTHERS = {
     *("CenterRule", "IndexedSlices", "Workers", "exchange", "graphs", "value_and_grad"),
     *("audit", "by_hand", "elastic", "optimizers", "outer", "rules", "simulate"),
     "testing",
+    "value_fn",  # tests/replicas/test_extra_args.py
     "clip_by_global_norm",  # It stands inside of the wrappers.
     "on_values",  # It takes what has no state.
     "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.

@@ -273,7 +273,7 @@ def test_laws_of_optaxs_contributed_optimizers():
         return (params, state), (params, mapped), update
 
     for name, inner in CONTRIBUTED.items():
-        tx = oxs.cross_shard(inner, AXIS)
+        tx = oxs.cross_shard(inner, AXIS, equal_extra_args=("obj_fn",))
         more = {"obj_fn": objective} if name == "sophia" else {}
         run = jax.vmap(functools.partial(replica, tx=tx, more=more), axis_name=AXIS)
         before, *others = jax.eval_shape(run, jax.ShapeDtypeStruct((N, 2), "bfloat16"))

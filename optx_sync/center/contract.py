@@ -15,6 +15,7 @@ center whole) and N workers:
     diloco      (s - x) / N            a step of `outer`        the center
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
@@ -26,7 +27,7 @@ from jax.typing import ArrayLike
 
 from optx_sync.checks import integer, one_of
 from optx_sync.step import period_length
-from optx_sync.trees import brief, call_it
+from optx_sync.trees import Tree, brief, call_it
 
 MeanOver: TypeAlias = Literal["pushed", "workers", None]
 InnerStates: TypeAlias = Literal["keep", "average", "reset"]
@@ -195,14 +196,25 @@ def check_rule(rule: object, call: str) -> None:
 
 
 def check_period(communication_period: Period) -> Period:
-    """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule.
-
-    Of a schedule the first period is looked at; of others hosts that count and
-    `oxs.by_hand.due` say what is wrong.
-    """
+    """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule."""
     if callable(communication_period):
-        with jax.core.eval_context():
-            period_length(communication_period, 0)
         return communication_period
     mend = "Pass an int, which is static, for example 10, or a schedule."
     return integer("communication_period", communication_period, mend)
+
+
+def check_first_period(communication_period: Period, params: Tree) -> None:
+    """Refuse a schedule whose first period, of parameters that are there, is none.
+
+    Not where it is constructed, since that would start JAX's backend. Of later periods
+    hosts that count and `oxs.by_hand.due` say what is wrong.
+    """
+    leaves = jax.tree.leaves(params)
+    there = all(isinstance(x, jax.Array | np.ndarray) for x in leaves)
+    if not callable(communication_period) or not there:
+        return
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return
+    # A schedule of what a program around it traces has no number yet.
+    with contextlib.suppress(jax.errors.JAXTypeError):
+        period_length(communication_period, 0)

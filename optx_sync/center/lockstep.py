@@ -20,6 +20,7 @@ from optx_sync.center.contract import (
     InnerState,
     Period,
     Round,
+    check_first_period,
     check_period,
     check_rule,
     keeps_before,
@@ -234,6 +235,7 @@ class Lockstep(NamedTuple):
         options = self.options
         rule, axis_name = options.rule, options.axis_name
         check_params(params)
+        check_first_period(options.period, params)
         center = work.start_center(params, options.dtype)
         inner = options.inner.init(params)
         check_fields(options.inner_state, inner, params)

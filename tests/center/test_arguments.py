@@ -51,9 +51,9 @@ local_sgd(period=2**31)
 local_sgd(period=10**10)
 local_sgd(period=np.int64(2**40))
     # ValueError: communication_period must be 1 or more.*got (0|-3|\d{10,})
-local_sgd(period=lambda step: 0)
-local_sgd(period=lambda step: -3.0)
-local_sgd(period=lambda step: jnp.nan)
+local_sgd(period=lambda step: 0).init(PARAMS)
+local_sgd(period=lambda step: -3.0).init(PARAMS)
+local_sgd(period=lambda step: jnp.nan).init(PARAMS)
     # ValueError: numbers of steps above 0; it gave (0|-3.0|nan) .* step 0
 agn(period=True)
 agn(period=2.0)
@@ -112,7 +112,7 @@ oxs.local_sgd(SGD, 0)
 oxs.local_sgd(SGD, ("data", "data"))  # ValueError: axis_name names an axis twice
 update(elastic(num_workers=3))
     # ValueError: num_workers=3, but the axis 'data' has 2 workers. Leave
-local_sgd(period=lambda _: jnp.ones(1))
+local_sgd(period=lambda _: jnp.ones(1)).init(PARAMS)
     # ValueError: a schedule of scalars, .* gave \[1.\]
 update(local_sgd(), params=None)  # ValueError: Call update\(grads, state, params\)
 update(oxs.diloco(SGD, AXIS), grads={**PARAMS, "b": ROWS})  # ValueError: \['b'\]
@@ -153,3 +153,12 @@ def test_a_refused_call_leaves_the_state_as_it_was():
     with pytest.raises(ValueError):
         tx.update({"w": PARAMS["w"]}, state, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+def test_a_schedule_of_what_is_traced_has_no_number_yet():
+    """As in a grid of periods, in one program."""
+
+    def start(period):
+        return local_sgd(period=lambda step: period).init(PARAMS)
+
+    assert jax.eval_shape(start, jnp.int32(3)).local_step.shape == ()
