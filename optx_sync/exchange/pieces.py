@@ -33,6 +33,8 @@ MeetBuffers: TypeAlias = Callable[
 # A message of whole lines of so many bytes travels as these: one long axis of bytes XLA
 # fills up to eight times its size on TPUs, and takes ten times as long to compile.
 LINE = 256
+# Of fewer lines one more would be a large part of a message.
+_MANY = 64
 
 
 def joined(
@@ -227,8 +229,9 @@ def travel(
             sent.append(share[:, :0])
             kinds = [*kinds, buffers.alike(share)]
         carrier = kinds.index(buffers.alike(share))
-        # With a line of its own where the message has whole lines.
-        spare = 0 if sent[carrier].shape[1] % LINE else -share.shape[1] % LINE
+        # With a line of its own where the message is large and has whole lines.
+        lines, rest = divmod(sent[carrier].shape[1], LINE)
+        spare = 0 if rest or lines < _MANY else -share.shape[1] % LINE
         share = jnp.pad(share, ((0, 0), (0, spare)))
         sent[carrier] = jnp.concatenate([sent[carrier], share], axis=1)
     # The codes of a full bucket at 4 bits. A replica sends one row of it, or all rows.
