@@ -177,7 +177,8 @@ def penalized(
         parts = shares[me] / or_one(largest[me])
         sent = treedef.unflatten(_scaled(leaves, members, parts))
         # Their sums are divided by the weights of those that are used.
-        also = jax.tree.map(lambda x: jnp.where(used[me], x, jnp.zeros_like(x)), also)
+        there = used[me] | (weights[me] == 0)
+        also = jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), also)
         met = exchange.meet(
             sent, state.exchange, axis_name, weight=largest[me], also=also
         )
