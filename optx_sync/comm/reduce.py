@@ -257,8 +257,22 @@ def weight_divisor(total: jax.Array) -> jax.Array:
     return or_one(jnp.where(jnp.isinf(total), jnp.full_like(total, jnp.nan), total))
 
 
-class MeanOfReplicas(functools.partial):
-    """A function whose results are equal on all replicas: the means of theirs."""
+class MeanOfReplicas:
+    """A function whose results are equal on all replicas: the means of theirs.
+
+    Args:
+        function: What is called.
+        loss: The function of one replica, whose signature it shows: Optax looks there
+            for the names of arguments.
+    """
+
+    def __init__(self, function: Callable[..., jax.Array], loss: Callable[..., Any]):
+        self._function: Callable[..., jax.Array] = function
+        functools.update_wrapper(self, loss)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """The mean."""
+        return self._function(*args, **kwargs)
 
 
 def mean_extra_args(

@@ -84,4 +84,4 @@ def value_fn(
         of_all.defvjp(forward, backward)
         return of_all(params)
 
-    return MeanOfReplicas(mean)
+    return MeanOfReplicas(mean, loss)
