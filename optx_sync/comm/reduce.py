@@ -7,7 +7,7 @@ unequal size by the size of the first.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
