@@ -25,7 +25,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -194,9 +194,9 @@ def center_of(state: Declares) -> tuple[Kind, Tree] | None:
     return None
 
 
-def has_center(x: object) -> bool:
+def has_center(x: Any) -> bool:
     """Whether this is the state of a center rule or of gossip with a center."""
-    return declares(x) and hasattr(type(x), "center_params") and bool(center_of(x))  # type: ignore[arg-type]
+    return declares(x) and hasattr(type(x), "center_params") and bool(center_of(x))
 
 
 def copy_of(state: Declares) -> Tree:
@@ -205,10 +205,10 @@ def copy_of(state: Declares) -> Tree:
     return next((value for value in kept if jax.tree.leaves(value)), ())
 
 
-def has_copy(x: object) -> bool:
+def has_copy(x: Any) -> bool:
     """Whether this is a state with counters that keeps a copy of the parameters."""
     counts = declares(x) and hasattr(x, "global_step")
-    return counts and bool(jax.tree.leaves(copy_of(x)))  # type: ignore[arg-type]
+    return counts and bool(jax.tree.leaves(copy_of(x)))
 
 
 def holds_center(tree: Tree) -> bool:

@@ -134,7 +134,10 @@ def _nearest(
             "parameters and optimizer's state together, (params, opt_state), a "
             "TrainState, or {'params': ...}."
         )
-    pairs = [itertools.takewhile(lambda x: x[0] == x[1], zip(x, at)) for x in starts]  # noqa: B905
+    pairs = [
+        itertools.takewhile(lambda x: x[0] == x[1], zip(x, at, strict=False))
+        for x in starts
+    ]
     shared = [len(list(pair)) for pair in pairs]
     most = max(shared)
     near = [x for x, many in zip(starts, shared, strict=True) if many == most]
