@@ -158,8 +158,10 @@ class Group:
 
         From a save by as many workers, every worker gets its own state back, to the
         bit. From another number, `Workers.resize` makes the state: the first workers
-        continue, and joiners begin as it says. Every process reads what all workers
-        saved if their number has changed, and only its own workers' part if it has not.
+        continue, and joiners begin as it says; a part of the state that is no
+        optimizer's and each worker's own, as this `state` gives it. Every process
+        reads what all workers saved if their number has changed, and only its own
+        workers' part if it has not.
 
         A save that cannot be read, or is not what was saved, is put aside as
         `<position>.damaged` once an earlier one has been restored. A warning says so;
@@ -169,7 +171,8 @@ class Group:
             state: One worker's, as for `Workers.start`: how a run begins. Or a function
                 without arguments that returns it. It is run only at the start; a group
                 that restores traces it for its shapes, and initialises no model, which
-                takes seconds of compilation in every process but the first.
+                takes seconds of compilation in every process but the first; unless
+                workers join, and need a part of it.
 
         Returns:
             The state of all workers, placed. NNX objects are new ones.
@@ -187,13 +190,14 @@ class Group:
             self._processes.wait("the start of the run")
             return self.workers.start(first)
         self.workers.expect(state)
+        begun = functools.cache(state if forms.is_function(state) else lambda: state)
         damaged: dict[int, Damaged] = {}
         for step in steps:
             save = _Save(self.manager, step, self._processes)
             try:
                 noted, save.words = save.agreed(save.notes)
                 source = Source(self.manager.directory, step, save.read)
-                restored = self.workers.restore(source, step)
+                restored = self.workers.restore(source, step, joiners=lambda _: begun())
             except Damaged as error:
                 damaged[step] = error
                 continue

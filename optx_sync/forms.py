@@ -260,6 +260,11 @@ def is_trained(variable: type | None) -> bool:
     return variable is None or _is_of_nnx(variable, "Param")
 
 
+def is_statistic(variable: type | None) -> bool:
+    """Whether an array in a variable of this class is a statistic of batches."""
+    return variable is not None and _is_of_nnx(variable, "BatchStat")
+
+
 def is_of_nnx(x: object) -> bool:
     """Whether this is an object, a variable or a state of Flax NNX; for `is_leaf=`."""
     return is_object(x) or is_variable(x) or _is_of_nnx(type(x), "State")

@@ -428,6 +428,12 @@ CODE = {
     "Another number of workers in the middle of a round": (
         BEGIN + STEP + RUN + "workers.resize((params, opt_state), 6)"
     ),
+    "More workers, with a state of each worker's own that is no optimizer's, such as a"
+    " replay buffer": (
+        "state = workers.start((params, opt_state, jnp.zeros(5)))\n"
+        "state = *state[:2], jnp.arange(40.0).reshape(8, 5)\n"
+        "workers.resize(state, 10)"
+    ),
     "A number for the outer optimizer": 'oxs.diloco(optax.sgd(0.1), "w", outer=0.7)',
     "A name of a room asked of `oxs`": "oxs.quantized(bits=4)",
     "A name in another spelling": "oxs.DiLoCo",

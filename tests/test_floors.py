@@ -46,7 +46,7 @@ GROUND = {
     "audit": files("audit/: programs"),
     "rows": files("rows/: slices"),
     "comm": files("comm/: collectives varying buffers shards reduce"),
-    "placement": files("placement/: fields leaves held resize workers"),
+    "placement": files("placement/: fields leaves held joiners resize workers"),
     "exchange": files(
         "exchange/: contract all_reduce agree codes pieces measures landing "
         "robust/norms robust/transposed"

@@ -23,6 +23,7 @@ from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
+from optx_sync.placement.joiners import Given
 from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
 from optx_sync.placement.leaves import is_key, is_raw_key
 from optx_sync.placement.resize import Resize
@@ -466,23 +467,28 @@ class Workers:
         state: Tree,
         n: int | Sequence[int] | None = None,
         *,
-        joiners: Literal["mean", "first"] = "mean",
+        joiners: Given = None,
         strict: bool = False,
     ) -> Tree:
         """Continue with another number of workers: the state for `n` of them.
 
-        `oxs.by_hand.resize` describes what becomes of the optimizer's state. Whatever
-        stands beside it is each worker's own: survivors keep theirs; joiners get the
-        mean, for integers the largest, and a random key of their own. Continue with
-        `oxs.Workers(n, axis_name, mesh=True)`: on a mesh, the state lies on its first
-        positions.
+        `oxs.by_hand.resize` describes what becomes of the optimizer's state; without a
+        center, joiners get the mean of the parameters. Survivors keep what is beside
+        these. Of it joiners get what is equal on all workers, the mean of statistics
+        that are `nnx.BatchStat`, and a random key of their own; what else differs
+        between workers, a replay buffer say, only you know: `joiners` says it. Continue
+        with `oxs.Workers(n, axis_name, mesh=True)`: on a mesh, the state lies on its
+        first positions.
 
         Args:
             state: A state of all workers, of whatever number.
             n: How many continue; for several axes a tuple, whose first number may
                 change. `None`: as many as these workers are.
-            joiners: As for `oxs.by_hand.resize`, whose `"fresh"` needs the
-                transformation.
+            joiners: What joiners have that is each worker's own. `"mean"` or
+                `"first"`, as for `oxs.by_hand.resize`, of all of it; of integers the
+                mean is the largest. Or, of what is beside parameters and optimizer's
+                state, one worker's state in the form that `start` takes, or a function
+                that returns that of a joiner, from its number.
             strict: Refuse a resize in the middle of a round that would lose
                 something.
 
@@ -491,8 +497,9 @@ class Workers:
 
         Raises:
             TypeError: A number that is no integer.
-            ValueError: More workers than the mesh has positions; with `strict` a state
-                in the middle of a round.
+            ValueError: More workers than the mesh has positions; workers join, and
+                `joiners` does not say with what; with `strict` a state in the middle of
+                a round.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -504,14 +511,17 @@ class Workers:
             >>> params.shape, state.center.shape
             ((6, 3), (3,))
         """
-        one_of("joiners", joiners, Literal["mean", "first"])
+        if isinstance(joiners, str):
+            one_of("joiners", joiners, Literal["mean", "first"])
         to = self if n is None else self._of(n)
         form, arrays = _split(state, "workers.resize")
         places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        how = Resize(to.sizes[0], len(to.sizes), joiners, strict)
-        return form.merge(to._layout.resize(form, arrays, how, places))
+        how = Resize(to.sizes[0], len(to.sizes), "mean", strict)
+        if joiners == "first":
+            how = how._replace(joiners="first")
+        return form.merge(to._layout.resize(form, arrays, how, places, joiners))
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
@@ -537,6 +547,7 @@ class Workers:
         step: int | None = None,
         like: Tree = None,
         *,
+        joiners: Given = None,
         timeout: float = TIMEOUT,
     ) -> Tree:
         """Read a state from a checkpoint of any number of workers, resized to these.
@@ -552,6 +563,7 @@ class Workers:
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
                 the one given to `expect`.
+            joiners: As for `resize`, where these are more workers.
             timeout: Of several processes, how many seconds one waits until all have
                 come, and until all have read their part.
 
@@ -600,7 +612,7 @@ class Workers:
         leaves = jax.tree.leaves(source.read(folder, shapes))
         restored = dict(zip(saved, leaves, strict=True))
         state = form.merge(restored[name] for name in names)
-        state = self.resize(state)
+        state = self.resize(state, joiners=joiners)
         for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
             if x.shape != like.shape:
                 raise ValueError(

@@ -90,7 +90,7 @@ def _belonging(
     """For each of the outermost states of a kind, the parameters of its copy."""
     numbers = range(len(form.paths()))
     state, found = form.bare(numbers), []
-    own = _outside(state)
+    own = outside(state)
     for at, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
         if not is_node(node):
             continue
@@ -104,7 +104,7 @@ def _belonging(
     return found
 
 
-def _outside(state: Tree) -> dict[Names, int]:
+def outside(state: Tree) -> dict[Names, int]:
     """The arrays that are in no state of an optimizer, by their names."""
     pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_of_optimizer)
     return {names_of(path): x for path, x in pairs if isinstance(x, int)}

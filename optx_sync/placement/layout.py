@@ -25,6 +25,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.placement import fields, held
+from optx_sync.placement.joiners import Given, fill
 from optx_sync.placement.leaves import (
     Leaf,
     Mark,
@@ -201,7 +202,12 @@ class Layout(NamedTuple):
         return jax.ShapeDtypeStruct(shape, leaf.x.dtype)
 
     def resize(
-        self, form: Form, arrays: Arrays, how: Resize, places: Sequence[Sharding] | None
+        self,
+        form: Form,
+        arrays: Arrays,
+        how: Resize,
+        places: Sequence[Sharding] | None,
+        joiners: Given = None,
     ) -> list[jax.Array]:
         """The arrays of as many workers as these, from those of any number, placed.
 
@@ -219,6 +225,8 @@ class Layout(NamedTuple):
                 params, new = each.of(center.tree(arrays), tree, form.bare(one))
                 resized = resized or form.pick(new)
                 center.put(resized, params)
+            if self.sizes[0] > numbers[0]:
+                fill(form, arrays, resized, joiners)
             arrays = resized
         places = places or self.places(form, one)
         if places is None:

@@ -23,7 +23,7 @@ from optx_sync.placement.leaves import (
     on_data,
     stacked_axes,
 )
-from optx_sync.trees import Tree, is_inexact, is_masked, path_name
+from optx_sync.trees import Tree, is_inexact, is_masked, path_name, users_level
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
 Numbers: TypeAlias = Any  # an array of NumPy; of JAX where it holds random keys
@@ -242,7 +242,7 @@ def _say(lost: list[tuple[str, str]], strict: bool) -> None:
     message = " ".join([drops, *mends])
     if strict:
         raise ValueError(message)
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=users_level())
 
 
 def _at_center(new: Tree, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
