@@ -3,7 +3,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ import numpy as np
 _NAME = r"%?([\w.\-]+)"
 _STRING = re.compile(r'"((?:\\.|[^"\\])*)"')
 _HEADER = re.compile(rf"^(ENTRY\s+)?{_NAME}\s*(?:\(.*\)\s*->.*)?\{{$")
-_INSTRUCTION = re.compile(rf"^(?:ROOT\s+)?{_NAME}\s+=\s+(.*)$")
+_INSTRUCTION = re.compile(rf"^(ROOT\s+)?{_NAME}\s+=\s+(.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _ATTRIBUTE = re.compile(r"([\w\-]+)=(\{[^{}]*\}|%?[\w.\-]+)")
 _IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -25,6 +25,9 @@ _NESTED = re.compile(r"\{(?:\s*\{[\d,\s]*\}\s*,?)*\}")
 _STARTED = re.compile(r"(?:all|reduce|collective)-[a-z\-]+-(?:start|done)")
 _CONFIGURED = re.compile(r"async_collective_config=\{.*?(\[\[[\d,\s\[\]]*\]\])")
 # Instructions that run other computations; others call them for each element.
+# A call, as JAX gives it to XLA, from whole arrays to a device's shards, one by one.
+_SHARDS = "xla.sdy.GlobalToLocalShape"
+_INDEX = re.compile(r"index=(\d+)")
 _FLOW = ("call", "while", "async-start")
 
 Branches = int | Literal["every", "none"]
@@ -48,6 +51,7 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]  # as written: "%x", or with its shape, "f32[3] %x"
     attributes: str  # as written, without quoted text
     quoted: dict[str, str]  # the quoted text, by the name before it
+    is_root: bool = False  # whether its result is that of the computation
 
     @property
     def arrays(self) -> list[Array]:
@@ -121,7 +125,8 @@ def read(text: str) -> Program:
         elif line.startswith("}"):
             body = None
         elif body is not None and (match := _INSTRUCTION.match(line)):
-            body.append(_instruction(match[1], match[2], quotes))
+            one = _instruction(match[2], match[3], quotes)
+            body.append(one._replace(is_root=bool(match[1])))
         elif body is None and (match := _HEADER.match(line)):
             body = computations.setdefault(match[2], [])
             if match[1]:
@@ -204,6 +209,48 @@ def _ways(program: Program, branches: Branches, fused: bool) -> dict[str, Way]:
                     ways[other] = way
                     waiting.append(other)
     return ways
+
+
+def waiting_for(
+    program: Program, given: Callable[[Instruction], bool]
+) -> set[tuple[str, str]]:
+    """(computation, name) of the instructions that wait for some of the parameters.
+
+    Args:
+        program: What `read` returned.
+        given: Whether a parameter of the program is one of these.
+    """
+    found: set[tuple[str, str]] = set()
+
+    def walk(name: str, waits: Callable[[Instruction], bool]) -> list[bool]:
+        """Which parts of a computation's result wait; `waits` is of its parameters."""
+        each: dict[str, list[bool]] = {}
+        root = [False]
+        for one in program.computations[name]:
+            before = [each.get(x, [False]) for x in one.given]
+            inside = called(one, program)
+            if one.opcode == "parameter":
+                mine = [waits(one)]
+            elif one.opcode == "tuple" or _SHARDS in one.quoted.values():
+                mine = list(map(any, before))
+            elif one.opcode == "get-tuple-element" and len(before[0]) > 1:
+                mine = [before[0][int(_INDEX.findall(one.attributes)[0])]]
+            elif one.opcode == "call":
+                of = list(map(any, before))
+                mine = walk(inside[0], lambda x, of=of: of[int(x.operands[0])])
+            else:
+                mine = [any(map(any, before))]
+                for other in inside:
+                    walk(other, lambda _, all=mine[0]: all)
+            each[one.name] = mine
+            root = mine if one.is_root else root
+            if any(mine):
+                found.add((name, one.name))
+        return root
+
+    for name in program.entries:
+        walk(name, given)
+    return found
 
 
 def arrays(shape: str) -> list[Array]:

@@ -227,6 +227,25 @@ def test_parts_send_in_a_period_what_the_whole_sends(parts, weights):
     assert cut == pytest.approx(whole * (1 + weights / 180_000))
 
 
+@pytest.mark.parametrize("exchange", [None, oxs.exchange.quantized(bits=4)])
+def test_what_waits_for_no_gradient_hides_behind_the_step(exchange):
+    """With `overlap` a meeting's message was there when the step began."""
+    asked: dict = {"gbits": 0.1, "params": [jnp.zeros(30_000)] * 4}
+    asked["workers"] = oxs.Workers(8, "workers", mesh=True)
+    more = {"fragments": 4, "exchange": exchange}
+
+    def exposed(overlap, seconds):
+        tx = by_period(8, overlap=overlap, **more)
+        cost = audit.time(tx, step_seconds=seconds, **asked)
+        return cost.exposed / cost.sent
+
+    assert (exposed(True, 1.0), exposed(False, 1.0)) == (0.0, 1.0)
+    # A step that is too short for it hides its own length, of each of four parts.
+    whole = audit.time(by_period(8, overlap=True, **more), step_seconds=1.0, **asked)
+    short = whole.sent / 8
+    assert exposed(True, short) == pytest.approx(0.5)
+
+
 SIMULATED, PARAMS = oxs.Workers(8, "workers"), jnp.zeros(3)
 test_what_no_plan_is_made_of_is_refused = all_refused(globals())(r"""
 audit.plan({"a": by_period(5)}, gbits=[1], step_seconds=1.0)  # TypeError: strategies\['a'\] is an optimizer, .* Pass params=

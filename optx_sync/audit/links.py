@@ -6,9 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
-from optx_sync.audit.programs import PAIRS, Collective, collectives, in_columns, shares
+from optx_sync.audit.programs import (
+    PAIRS,
+    Collective,
+    collectives,
+    in_columns,
+    of_kind,
+    shares,
+)
+from optx_sync.center.turns import QUIET
 from optx_sync.checks import interval
 from optx_sync.forms import is_function
 from optx_sync.front.workers import Workers
@@ -42,13 +51,16 @@ class Strategy(NamedTuple):
 
     Attributes:
         rows: Collectives of the program, or of the program that meets.
-        period: The number of steps from one meeting to the next.
+        period: The number of steps from one meeting to the next; of a rule whose parts
+            meet in turn, in which each of them meets once.
         quiet: Collectives of the program of all other steps. None: one program runs in
             all steps, and its conditionals are taken once in a period.
         overlap: The share of a step's computation that its overlapped collectives can
             hide behind.
         round_seconds: Seconds that a period computes beside its steps: codes, the outer
             optimizer.
+        meetings: In how many steps of a period workers meet. `rows` are of the programs
+            of all parts, which `Collective.branch` tells apart.
     """
 
     rows: Sequence[Collective]
@@ -56,6 +68,7 @@ class Strategy(NamedTuple):
     quiet: Sequence[Collective] | None = None
     overlap: float = 1.0
     round_seconds: float = 0.0
+    meetings: int = 1
 
 
 class Plan(NamedTuple):
@@ -84,7 +97,10 @@ def strategy(
     """Compile a step of an optimizer and list what it sends: a `Strategy`.
 
     The step is that of the optimizer alone: a model that communicates itself (FSDP)
-    is not in it. Nothing is computed, nothing but the program is allocated.
+    is not in it. Nothing is computed, nothing but the program is allocated. Of a center
+    rule it is the programs of `Workers.step`, one for each part. There a row overlaps
+    that does not wait for the gradients, as with `overlap=True`: it can travel while
+    the step computes, on whatever platform this is asked.
 
     Args:
         tx: The optimizer, such as `diloco(...)`.
@@ -128,12 +144,24 @@ def strategy(
         first = params() if is_function(params) else params
         return first, tx.init(first)
 
-    def step(params: Tree, state: Any) -> Tree:
-        return apply_gradients(tx, params, state, params)
+    def step(params: Tree, state: Any, grads: Tree) -> Tree:
+        return apply_gradients(tx, grads, state, params)
 
-    compiled = workers.step(step, state=2)
-    rows = collectives(compiled, *workers.expect(begin))
-    return Strategy(rows, 1 if period is None else period)
+    compiled = workers.step(step, state=2, split=False)
+    params, state = workers.expect(begin)
+    grads = jax.tree.map(lambda x: x.update(), params)  # arrays of their own
+    kinds = compiled.lower_kinds(params, state, grads)
+    if {len(kind) for kind in kinds} != {1}:  # no center rule, or one in another one
+        rows = collectives(compiled, params, state, grads)
+        return Strategy(rows, 1 if period is None else period)
+    quiet = of_kind(kinds.pop((QUIET,)), compiled)
+    rows = [
+        row._replace(branch=(("the part that meets", part), *row.branch))
+        for (part,), lowered in kinds.items()
+        for row in of_kind(lowered, compiled)
+    ]
+    cycle = len(kinds) if period is None else period
+    return Strategy(rows, cycle, quiet, meetings=len(kinds))
 
 
 def time(
@@ -219,7 +247,13 @@ def time(
     interval("[0, 1]", overlap=overlap)
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
-    steps = [(1, rows), (period - 1, list(quiet))]
+    meetings, parts = given.meetings, {(): rows}
+    if meetings > 1:
+        parts = {row.branch[:1]: [] for row in rows}
+        for row in rows:
+            parts[row.branch[:1]].append(row._replace(branch=row.branch[1:]))
+    steps = [(meetings / max(1, len(parts)), part) for part in parts.values()]
+    steps.append((period - meetings, list(quiet)))
     sent = exposed = 0.0
     for count, those in steps:
         hidden = waited = 0.0

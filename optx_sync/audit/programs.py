@@ -4,7 +4,9 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
 
 from optx_sync import hlo
 from optx_sync.front.step import Step
@@ -30,6 +32,10 @@ _IDLE = (
 )
 
 
+# Instructions for whose arguments a program waits; `None` where that is not asked.
+Delayed: TypeAlias = set[tuple[str, str]] | None
+
+
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
@@ -48,7 +54,8 @@ class Collective(NamedTuple):
 
     `branch` says in which branches it stands: (name of the conditional, number of the
     branch), the outermost first. Branches of one conditional exclude each other, as
-    the pairings of `gossip` and `noloco` do: `time` and `table` count their mean.
+    the pairings of `gossip` and `noloco` do: `time` and `table` count their mean. So do
+    the programs of the parts of a center rule, in which they meet in turn.
     """
 
     kind: str  # "all-reduce", "all-gather", "send", ...; start and done are one
@@ -108,6 +115,24 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     if isinstance(fn, Step) and fn.layout().is_abstract:
         return _rows_to_be(hlo.read(fn.lower(*args, **kwargs).as_text("hlo")))
     return _rows(hlo.program(fn, *args, **kwargs))
+
+
+def of_kind(lowered: jax.stages.Lowered, step: Step) -> list[Collective]:
+    """The rows of a step's program, of which those overlap that no batch delays.
+
+    What waits for none of the step's batches, gradients say, is there when the step
+    begins: it may travel while the step computes, whatever else the program does.
+    """
+    if step.layout().is_abstract:
+        program, rows_of = hlo.read(lowered.as_text("hlo")), _rows_to_be
+    else:
+        program, rows_of = hlo.program(lowered), _rows
+
+    def is_batch(x: hlo.Instruction) -> bool:
+        return x.quoted.get("op_name", x.name).startswith("batches")
+
+    delayed = hlo.waiting_for(program, is_batch)
+    return rows_of(program, delayed)
 
 
 def parse(text: str) -> list[Collective]:
@@ -213,7 +238,8 @@ def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
     return "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)
 
 
-def _rows(program: hlo.Program) -> list[Collective]:
+def _rows(program: hlo.Program, delayed: Delayed = None) -> list[Collective]:
+    """The rows; all that are not `delayed` overlap, where that is known."""
     branches, callers, found = hlo.branches(program), {}, []
     for name, body in program.computations.items():
         for position, instruction in enumerate(body):
@@ -249,6 +275,7 @@ def _rows(program: hlo.Program) -> list[Collective]:
             start, end = at, hlo.done(at, program.computations[outside])
         meanwhile = program.computations[outside][start:end][1:]
         computing = sum(_computes(other, program) for other in meanwhile)
+        computed = None if end is None else computing > 0
         rows.append(
             Collective(
                 kind=kind,
@@ -256,7 +283,7 @@ def _rows(program: hlo.Program) -> list[Collective]:
                 operands=len(arrays),
                 groups=hlo.groups(instruction, program.devices),
                 conditional=bool(branches[name]),
-                overlapped=None if end is None else computing > 0,
+                overlapped=_overlaps((name, instruction.name), delayed, computed),
                 behind=None if end is None else computing,
                 branch=branches[name],
             )
@@ -264,7 +291,13 @@ def _rows(program: hlo.Program) -> list[Collective]:
     return rows
 
 
-def _rows_to_be(program: hlo.Program) -> list[Collective]:
+def _overlaps(
+    place: tuple[str, str], delayed: Delayed, computed: bool | None = None
+) -> bool | None:
+    return computed if delayed is None else (place not in delayed) or None
+
+
+def _rows_to_be(program: hlo.Program, delayed: Delayed = None) -> list[Collective]:
     """The rows of a program before XLA: calls put in line, and collectives joined."""
     found: dict[Any, Collective] = {}
 
@@ -288,7 +321,10 @@ def _rows_to_be(program: hlo.Program) -> list[Collective]:
                     ends.append(walk(other, after, here, around))
             elif kind := _kind(instruction, program):
                 groups = hlo.groups(instruction, program.devices)
-                row = Collective(kind, 0, 0, groups, bool(branch), branch=branch)
+                overlaps = _overlaps((name, instruction.name), delayed)
+                row = Collective(
+                    kind, 0, 0, groups, bool(branch), overlaps, branch=branch
+                )
                 arrays = hlo.operands(instruction, body)
                 key: Any = here
                 if kind in _JOINED:
