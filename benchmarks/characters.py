@@ -158,9 +158,9 @@ def sent_by(method):
 
 
 def bytes_when(rows):
-    """(Bytes in every step, bytes in a round) of these collectives."""
-    in_round = sum(row.bytes for row in rows if row.conditional)
-    return sum(row.bytes for row in rows) - in_round, in_round
+    """(Bytes sent in every step, bytes sent in a round) by these collectives."""
+    in_round = sum(row.sent for row in rows if row.conditional)
+    return sum(row.sent for row in rows) - in_round, in_round
 
 
 def percent(losses, than):

@@ -9,9 +9,8 @@ import functools
 import characters
 import numpy as np
 import optax
-from characters import WORKERS, percent
+from characters import percent
 from report import Line, each, of_seeds, processes
-from training import on_a_ring
 
 import optx_sync as oxs
 
@@ -68,7 +67,7 @@ def study(page, settings):
     sent, rows, points = {}, [], []
     for name, found in studies.items():
         collectives = characters.sent_by(method_of(name))
-        sent[name] = round(on_a_ring(collectives, WORKERS))
+        sent[name] = round(sum(row.sent for row in collectives))
         losses, exact = found["test"], studies[exact_of(name)]["test"]
         over = "" if name == exact_of(name) else percent(losses, exact)[1]
         part = f"{sent[name] / sent[EXACT]:.3f}"

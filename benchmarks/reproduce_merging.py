@@ -15,9 +15,9 @@ import methods
 import numpy as np
 import optax
 from by_hand import AXIS, begun, update
-from characters import COMMON_RATE, WORKERS, Method, percent
+from characters import COMMON_RATE, Method, percent
 from report import Line, Panel, each, of_seeds, processes
-from training import on_a_ring, workers_step
+from training import workers_step
 
 import optx_sync as oxs
 
@@ -233,11 +233,11 @@ def study(page, settings):
     panels += rates_of(page, title, title, large, merges, some, of_some)
     page.picture(panels, columns=3)
     exact = losses_of(merged("mean"), **plan)
-    whole = on_a_ring(characters.sent_by(characters.meeting(PERIOD)), WORKERS)
+    whole = sum(row.sent for row in characters.sent_by(characters.meeting(PERIOD)))
     rows = []
     losses = everywhere(page, in_bits, plan, settings["bits"], settings["ways"])
     for bits in settings["bits"]:
-        sent = on_a_ring(characters.sent_by(coded(bits, "plain")), WORKERS)
+        sent = sum(row.sent for row in characters.sent_by(coded(bits, "plain")))
         over = [percent(losses[bits, way], exact)[1] for way in settings["ways"]]
         rows.append((bits, f"{sent / whole:.3f}", *over))
     page.table("bits", rows, ways=" | ".join(settings["ways"]))

@@ -10,7 +10,7 @@ import jax
 import optax
 from digits import BATCH, PARTS, WORKERS, curves, initial, loss_of, panels_of, train_all
 from report import of_seeds, percent, reproduce
-from training import AXIS, collectives_of, on_a_ring
+from training import AXIS, collectives_of
 
 import optx_sync as oxs
 
@@ -52,7 +52,7 @@ def bytes_of_round(method: Method) -> float:
     found = collectives_of(method.tx, initial(0), jax.grad(loss_of), rows)
     # The program holds a branch for each round of the graph.
     rounds = len(method.graph.rounds(WORKERS)) if method.graph else 1
-    return on_a_ring(found, WORKERS) / rounds
+    return sum(row.sent for row in found) / rounds
 
 
 def study(page, settings):

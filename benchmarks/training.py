@@ -11,14 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 
-# What a ring sends for each byte that one of n workers hands to a collective.
-RING: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "all-gather": lambda n: n - 1,
-    "collective-permute": lambda n: 1,
-}
-
 
 def workers_step(
     tx: Any,
@@ -74,8 +66,3 @@ def collectives_of(
     (workers,) = {x.shape[0] for x in jax.tree.leaves(batch)}
     step = compiled_step(tx, params, grad_of, batch, mesh_of(workers))
     return oxs.audit.collectives(step)
-
-
-def on_a_ring(rows: list[oxs.audit.Collective], workers: int) -> float:
-    """Bytes that a worker sends over its links for these collectives."""
-    return sum(RING[row.kind](workers) * row.bytes for row in rows)

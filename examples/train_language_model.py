@@ -101,7 +101,7 @@ def run(name, seed, options):
     now, sent = workers.start((start, tx.init(start))), [[0, 0], [0, 0]]
     for row in oxs.audit.collectives(step, *now, batch(0)):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
-        sent[far][row.conditional] += 4 * row.bytes
+        sent[far][row.conditional] += 4 * row.sent
     folder = Path(options.out).resolve() / f"{name} {seed}"
     with ocp.CheckpointManager(folder) as manager:
         done, losses = manager.latest_step() or 0, []

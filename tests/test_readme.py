@@ -1,5 +1,6 @@
 """The README's programs compute what it says; it and the first page lead on."""
 
+import json
 import pathlib
 import re
 import types
@@ -29,6 +30,22 @@ def test_code_blocks_run():
     assert numbers == pytest.approx([1.0, -2.0, 3.0], abs=0.05)
     # The parameters in a round, and nothing in other steps.
     assert audited == ["all-reduce 12 True"]
+
+
+def test_the_table_is_what_the_demo_wrote():
+    wrote = json.loads((ROOT / "docs" / "images" / "demo.json").read_text())
+    expected = {
+        name: [accuracy.replace("%", "") + " %", *rest]
+        for name, accuracy, *rest in wrote
+    }
+    shown = {"one device, the same global batch": "one device"}
+    shown |= {"`diloco`, streaming in 4 bits": "streaming diloco"}
+    lines = re.findall(r"^\| (.+ %) \| (.+) \|$", TEXT, re.MULTILINE)
+    table = {}
+    for first, rest in lines:
+        name, accuracy = first.split(" | ")
+        table[shown.get(name, name.strip("`"))] = [accuracy, *rest.split(" | ")]
+    assert table == expected
 
 
 def _trained(lines, mapped):

@@ -10,7 +10,6 @@ import jax
 import optax
 
 from optx_sync.audit.programs import (
-    PAIRS,
     Collective,
     collectives,
     in_columns,
@@ -23,19 +22,6 @@ from optx_sync.forms import is_function
 from optx_sync.front.workers import Workers
 from optx_sync.step import apply_gradients, cycle_of
 from optx_sync.trees import Tree
-
-# Messages that one of n devices sends along a ring, one after the other, and which part
-# of its operand each is.
-_ON_A_RING: dict[str, Callable[[int], tuple[int, float]]] = {
-    "all-reduce": lambda n: (2 * (n - 1), 1 / n),
-    "reduce-scatter": lambda n: (n - 1, 1 / n),
-    "all-to-all": lambda n: (n - 1, 1 / n),
-    "ragged-all-to-all": lambda n: (n - 1, 1 / n),
-    "all-gather": lambda n: (n - 1, 1),
-    "collective-broadcast": lambda n: (1, 1),
-    "collective-permute": lambda n: (1, 1),
-    "send": lambda n: (1, 1),
-}
 
 
 class Cost(NamedTuple):
@@ -260,9 +246,8 @@ def time(
         for row, share in zip(those, shares(those), strict=True):
             if not _is_far(row, near):
                 continue
-            devices = max(map(len, row.groups), default=1)
-            messages, part = _ON_A_RING[row.kind](devices)
-            each = latency + 8e-9 * (part * row.bytes) / gbits
+            messages, size = row.on_a_ring
+            each = latency + 8e-9 * size / gbits
             seconds = share * messages * each
             if row.overlapped and not row.conditional:
                 hidden += seconds
@@ -374,12 +359,5 @@ def _least(share: Callable[[float], float], goal: float) -> float:
 
 def _is_far(row: Collective, near: int) -> bool:
     """Whether any of a collective leaves the devices that are near each other."""
-    if row.groups:
-        return any(len({device // near for device in of}) > 1 for of in row.groups)
-    if row.kind not in PAIRS:
-        raise ValueError(
-            f"this {row.kind} of {row.bytes} bytes does not say between which devices "
-            "it is. Pass rows of a whole program, or give it groups: "
-            "row._replace(groups=((0, 1, 2, 3),))."
-        )
-    return True
+    each = row.groups if row.on_a_ring and row.groups else ((0, near),)
+    return any(len({device // near for device in of}) > 1 for of in each)

@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,6 +23,18 @@ _KINDS = (
 # A compiler makes one of several that are alike, where none waits for another.
 _JOINED = ("all-reduce", "all-gather", "reduce-scatter")
 PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
+# Messages that one of n devices sends along a ring, one after the other, and which part
+# of its operand each is.
+_ON_A_RING: dict[str, Callable[[int], tuple[int, float]]] = {
+    "all-reduce": lambda n: (2 * (n - 1), 1 / n),
+    "reduce-scatter": lambda n: (n - 1, 1 / n),
+    "all-to-all": lambda n: (n - 1, 1 / n),
+    "ragged-all-to-all": lambda n: (n - 1, 1 / n),
+    "all-gather": lambda n: (n - 1, 1),
+    "collective-broadcast": lambda n: (1, 1),
+    "collective-permute": lambda n: (1, 1),
+    "send": lambda n: (1, 1),
+}
 # Custom calls that only move a pointer, or mark a collective's begin and end.
 _IDLE = (
     "AllocateBuffer",
@@ -39,9 +51,9 @@ Delayed: TypeAlias = set[tuple[str, str]] | None
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
-    `bytes` are those of its operands on one device. What the device sends of them
+    `bytes` are those of its operands, what one device hands over. What it sends of them
     depends on the kind: of an all-gather N - 1 times as much, of an all-reduce on a
-    ring 2 (N - 1) / N times; `time` counts that.
+    ring 2 (N - 1) / N times: `sent`, and `time` counts that.
 
     `groups` holds the sets of devices that exchange with each other, or for a
     "collective-permute" and a "send" the (source, target) pairs. It is empty where the
@@ -66,6 +78,30 @@ class Collective(NamedTuple):
     overlapped: bool | None = None  # with computation between its start and its end
     behind: int | None = None  # the number of instructions that compute there
     branch: tuple[tuple[str, int], ...] = ()  # of which conditionals, and which branch
+
+    @property
+    def on_a_ring(self) -> tuple[int, float]:
+        """(messages that a device sends one after the other, bytes of each)."""
+        if not self.groups and self.kind not in PAIRS:
+            raise ValueError(
+                f"this {self.kind} of {self.bytes} bytes does not say between which "
+                "devices it is. Pass rows of a whole program, or give it groups: "
+                "row._replace(groups=((0, 1, 2, 3),))."
+            )
+        devices = max(map(len, self.groups), default=1)
+        messages, part = _ON_A_RING[self.kind](devices)
+        return messages, part * self.bytes
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends to others, along a ring.
+
+        Example:
+            >>> import optx_sync as oxs
+            >>> oxs.audit.Collective("all-reduce", 4096, 1, ((0, 1, 2, 3),), False).sent
+            6144.0
+        """
+        return math.prod(self.on_a_ring)
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
