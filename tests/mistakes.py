@@ -498,6 +498,12 @@ CODE = {
         'tx = oxs.cross_shard(optax.sgd(0.1), "workers", exchange=mine)\n'
         + WITH.replace("workers.", "mesh8.")
     ),
+    "Specs of all of Linen's variables": (
+        'names = ("workers", "parts")\n'
+        "mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Auto,) * 2)\n"
+        'specs = {"params": {"w": jax.P("parts")}}\n'
+        'oxs.Workers(2, "workers", mesh=mesh, specs=specs).start((params, opt_state))'
+    ),
     "Specs with other names than the parameters": (
         'names = ("workers", "parts")\n'
         "mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Auto,) * 2)\n"
@@ -505,6 +511,21 @@ CODE = {
         'workers = oxs.Workers(2, "workers", mesh=mesh, specs=specs)\n'
         'tx = oxs.local_sgd(optax.sgd(0.1), "workers",\n'
         "    exchange=oxs.exchange.quantized())\n" + WITH
+    ),
+    "Specs of Linen's boxed parameters, "
+    '`nn.get_partition_spec(variables)["params"]`': (
+        "import flax.linen as nn\n"
+        'names = ("workers", "parts")\n'
+        "mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Auto,) * 2)\n"
+        "begin = nn.with_partitioning(nn.initializers.ones, (None, 'parts'))\n"
+        "variables = nn.Dense(4, kernel_init=begin).init(jax.random.key(0), inputs)\n"
+        'specs = nn.get_partition_spec(variables)["params"]\n'
+        'workers = oxs.Workers(2, "workers", mesh=mesh, specs=specs)\n'
+        'for boxed in (variables["params"], nn.unbox(variables["params"])):\n'
+        "    params, state = workers.start((boxed, tx.init(boxed)))\n"
+        '    for one in (params["kernel"], state.center["kernel"]):\n'
+        "        placed = nn.unbox(one).sharding.spec\n"
+        '        assert "parts" in placed, placed'
     ),
     "Specs as variables, `nnx.get_partition_spec(nnx.state(model, nnx.Param))`": (
         'names = ("workers", "parts")\n'

@@ -63,11 +63,12 @@ class Workers:
         specs: On a mesh with further axes, how one worker's parameters are sharded
             over these: a tree of `PartitionSpec` like the parameters, or like its
             first levels; with Flax, `nnx.get_partition_spec(nnx.state(model,
-            nnx.Param))`. State that belongs to a parameter is sharded like it, from
-            `start` on, and in a meeting each device sends its own shards, whatever
-            the exchange. `None`: shards stay as `start` finds them, the compiler
-            lays out what a step makes, and exchanges with codes code whole arrays
-            on each device.
+            nnx.Param))`, or `nn.get_partition_spec(variables)["params"]`, whether the
+            parameters are in Linen's boxes or out of them, `nn.unbox`. State that
+            belongs to a parameter is sharded like it, from `start` on, and in a meeting
+            each device sends its own shards, whatever the exchange. `None`: shards stay
+            as `start` finds them, the compiler lays out what a step makes, and
+            exchanges with codes code whole arrays on each device.
         own_axes: Of several axes those that no wrapper names and of which the step
             itself takes care. Others that no wrapper names are refused where some other
             one is named: along them parameters would drift apart.
@@ -75,7 +76,7 @@ class Workers:
     Raises:
         TypeError: A bad number, name, mesh or spec.
         ValueError: A mesh without such an axis, or with another number of positions
-            along it; specs over another axis.
+            along it; specs over another axis; in `start`, specs with other names.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -266,6 +267,7 @@ class Workers:
     def _one(self, state: Tree) -> tuple[forms.Form, list[Tree]]:
         """(the form, the arrays) of one worker's state that was not started before."""
         form, arrays = forms.split(forms.with_arrays(state))
+        self._layout.check_specs(form, arrays)
         _warn_of_raw_keys(form, arrays)
         before, shapes = self._started or (None, [])
         if form == before and [x.shape for x in arrays] == [x.shape for x in shapes]:

@@ -41,6 +41,7 @@ from optx_sync.trees import (
     first_worker,
     is_inexact,
     path_name,
+    some,
 )
 
 One: TypeAlias = Literal["mean", "first"]
@@ -180,6 +181,22 @@ class Layout(NamedTuple):
                 entries = ()
             places.append(NamedSharding(mesh, PartitionSpec(*entries)))
         return places
+
+    def check_specs(self, form: Form, arrays: Arrays) -> None:
+        """Refuse specs that have the name of no parameter in a wrapper's state."""
+        leaves, state = held.leaves(form, arrays), form.bare(arrays)
+        trained = any(leaf.levels for leaf in leaves) and held.outside(
+            form.bare(range(len(arrays)))
+        )
+        names = held.params(state, leaves)
+        starts = [start for start, _ in self.specs or ()]
+        if trained and starts and not shards.named(starts, names):
+            raise ValueError(
+                f"specs has {some(['.'.join(x) for x in starts])}, and the parameters "
+                f"are {some(['.'.join(x) for x in names])}: none of them would be "
+                "sharded. Give specs the parameters' names, or their first levels: of "
+                "Linen's variables nn.get_partition_spec(variables)['params']."
+            )
 
     def pinned(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """All workers' arrays, where they belong if their specs are known.
