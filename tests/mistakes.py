@@ -82,6 +82,12 @@ opt_state = tx.init(params)
 params, opt_state = workers.start((params, opt_state))
 workers.step(train_step, state=2)(params, opt_state, inputs, targets)
 """
+OBJECTS = """
+model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+model, optimizer = workers.start((model, optimizer))
+loss_of = lambda model, x: jnp.mean(model(x) ** 2)
+"""
 RATE = """
 sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 tx = oxs.local_sgd(sgd, "workers", communication_period=2)
@@ -455,6 +461,17 @@ CODE = {
     "A schedule of 0 steps": (
         'oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=lambda _: 0)'
         ".init(params)"
+    ),
+    "A step that uses an NNX model from outside of its arguments": (
+        OBJECTS + "def train_step(optimizer, x):\n"
+        "    optimizer.update(model, nnx.grad(loss_of)(model, x))\n"
+        "workers.step(train_step)(optimizer, inputs)"
+    ),
+    "A step of (model, optimizer) called with (optimizer, model)": (
+        OBJECTS + "def train_step(model, optimizer, x):\n"
+        "    grads = nnx.grad(loss_of)(model, x)\n"
+        "    optimizer.update(model, grads)\n"
+        "workers.step(train_step, state=2)(optimizer, model, inputs)"
     ),
     "The step in front of the optimizer in `due`": "oxs.by_hand.due(3, tx)",
     "A keyword that is not there": 'oxs.diloco(optax.sgd(0.1), "workers", H=100)',

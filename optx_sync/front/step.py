@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of `Workers.step`: one worker's step, compiled for all of them."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -384,7 +386,11 @@ class Step:
         rest = call.batches.merge(batches)
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
-        with asked.tracing(arrays), names_of_axes() as named:
+        with (
+            self._tells_objects(given),
+            asked.tracing(arrays),
+            names_of_axes() as named,
+        ):
             returned = self.fun(*given, *args, **kwargs)
         self._check_axes(named)
         new, others, how = self._sort(call.state, given, returned)
@@ -398,6 +404,29 @@ class Step:
                 )
         check_arrays(others, f"The result of {self.name}")
         return list(map(strong, new)), others, how
+
+    @contextlib.contextmanager
+    def _tells_objects(self, given: Sequence[Tree]) -> Iterator[None]:
+        """Say of an error which NNX objects the step was given, or which not."""
+        try:
+            yield
+        except Exception as error:
+            function = inspect.unwrap(self.fun)
+            if inspect.isfunction(function):
+                found = inspect.getclosurevars(function)
+                outside = {**found.globals, **found.nonlocals}
+                names = [name for name, x in outside.items() if forms.is_object(x)]
+                kinds = ", ".join(type(x).__name__ for x in given)
+                if names:
+                    error.add_note(
+                        f"{self.name} uses the NNX object {names[0]!r} from outside. "
+                        "What a step trains or changes is its state: take it as an "
+                        "argument, step(model, optimizer, batch), with state=2, and "
+                        "start it, workers.start((model, optimizer))."
+                    )
+                elif all(map(forms.is_object, given)):
+                    error.add_note(f"{self.name} was given, in this order: {kinds}.")
+            raise
 
     def _sort(
         self, form: forms.Form, given: Sequence[Tree], results: Tree
