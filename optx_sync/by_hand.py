@@ -322,7 +322,7 @@ def resize(
             f"{jax.tree.structure(state)} is not {jax.tree.structure(like)}."
         )
     how = Resize(n, levels, joiners, strict, replicated, tx.init)
-    return forms.unflatten(jax.tree.leaves(how.of(params, state, like)))
+    return forms.unflatten(jax.tree.leaves(how.of([params], state, like)))
 
 
 def _shape_of_first(x: Any) -> jax.ShapeDtypeStruct:

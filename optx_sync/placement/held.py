@@ -43,9 +43,6 @@ class Held(NamedTuple):
                 arrays[place] = x
 
 
-NOTHING = Held(jax.tree.structure(()), [])  # where there is no center
-
-
 def centers(tree: Tree) -> list[Tree]:
     """The outermost states in a tree that hold a center from which workers start."""
     return fields.nodes_of(tree, fields.has_center)

@@ -236,12 +236,12 @@ class Layout(NamedTuple):
         check_one_number(numbers, self.sizes)
         one = list(map(self._of_one, leaves))
         if numbers[0] != self.sizes[0]:
-            found, resized = held.held(form) or [held.NOTHING], []
-            for number, center in enumerate(found):
-                each = how._replace(number=number)
-                params, new = each.of(center.tree(arrays), tree, form.bare(one))
-                resized = resized or form.pick(new)
-                center.put(resized, params)
+            centers = held.held(form)
+            params = [center.tree(arrays) for center in centers]
+            params, new = how.of(params, tree, form.bare(one))
+            resized = form.pick(new)
+            for center, x in zip(centers, params, strict=True):
+                center.put(resized, x)
             if self.sizes[0] > numbers[0]:
                 fill(form, arrays, resized, joiners)
             arrays = resized

@@ -40,7 +40,6 @@ class Resize(NamedTuple):
         replicated: Whether the parameters have no worker axis.
         init: Makes the tree of a worker that begins, all of which is a state. Without
             it, leaves outside of states are each worker's own, keys included.
-        number: Of several centers in the tree, the one whose the parameters are.
     """
 
     n: int
@@ -49,10 +48,9 @@ class Resize(NamedTuple):
     strict: bool
     replicated: bool = False
     init: Callable[[Tree], Tree] | None = None
-    number: int = 0
 
-    def of(self, params: Tree, tree: Tree, like: Tree) -> tuple[Tree, Tree]:
-        """The parameters of a center in the tree, and the tree; `like` is of one."""
+    def of(self, params: list[Tree], tree: Tree, like: Tree) -> tuple[list[Tree], Tree]:
+        """The parameters of each center in the tree, and the tree; `like` is of one."""
         n, own, found = self.n, not self.replicated, self._arrays(tree, like)
         owners = [_Array(x, x.x, own, fields.Cut.NOT) for x in leaves_of(params)]
         both = [*owners, *found]
@@ -76,7 +74,7 @@ class Resize(NamedTuple):
             fresh = [np.full(x.one.shape, _begins(x.leaf)) for x in found]
         else:
             last = (-1, *[0] * (self.levels - 1 if own else 0))
-            one_worker = jax.tree.map(lambda x: jnp.asarray(x[last]), params)
+            one_worker = jax.tree.map(lambda x: jnp.asarray(x[last]), params[0])
             fresh = jax.tree.leaves(jax.tree.map(_on_host, self.init(one_worker)))
         new = []
         for one, x, begun in zip(found, stacked, fresh, strict=True):
@@ -90,13 +88,13 @@ class Resize(NamedTuple):
         params = outside.unflatten([x.of_each(one, n) for x, one in pairs])
         return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
 
-    def _params(self, params: Tree, stacked: Tree) -> Tree:
-        """The new workers' parameters, with some or all of them at the center."""
+    def _params(self, params: list[Tree], stacked: Tree) -> list[Tree]:
+        """The new workers' parameters, with some or all of them at their center."""
         new = jax.tree.map(lambda x: self._array(fields.OWN, x), params)
         nodes = fields.nodes_of(stacked, fields.has_center)
-        for node in nodes[self.number :][:1]:
+        for place, node in enumerate(nodes[: len(params)]):
             if fields.is_level(node) and (found := fields.center_of(node)):
-                new = _at_center(new, params, *found)
+                new[place] = _at_center(new[place], params[place], *found)
         return new
 
     def _of(self, leaf: Leaf, x: Numbers, fresh: Numbers) -> Numbers:
