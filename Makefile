@@ -1,6 +1,6 @@
 # Two commands do everything on a machine that has Python >= 3.11 and make:
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
-#   make test    ruff, and the whole test suite, of which pyright is a part
+#   make test    ruff, and the tests, of which pyright is one; make test-all: the slow rest
 # And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
 # short form into benchmarks/results-quick); make docs, the pages in site/; make format;
 # make dist try-sdist try-wheel, what a release is made of (CONTRIBUTING.md).
@@ -12,6 +12,7 @@ PYTHON ?= python3
 NEWEST ?=
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))$(if $(NEWEST),-newest)
 RUN := $(VENV)/bin
+PYTEST = $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 VERSIONS := constraints/$(shell $(PYTHON) -c 'import sys; print("python%d.%d.txt" % sys.version_info[:2])')
 TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # Up to JAX 0.11 XLA runs forced CPU devices on a pool of as many threads. A device that
@@ -19,7 +20,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce table links faults storms deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test test-all fuzz mutants lint format bench reproduce table links faults storms deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -49,7 +50,11 @@ lint: $(VENV)/test-installed
 # Pyright is one of the tests (tests/test_types.py), so that it runs beside others. Files
 # with few tests, which may be long ones, are not left for the end: a core would be idle.
 test: lint
-	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# What is slow and seldom breaks: examples, Ray, runs of others, installs, code of pages.
+test-all: $(VENV)/test-installed
+	$(PYTEST) -m slow
 
 # Tries what must hold for any input on new random cases, until stopped; prints how many,
 # and the smallest that fails. SECONDS=3600 stops after an hour.

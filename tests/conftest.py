@@ -22,6 +22,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import jax  # noqa: E402 # reads what stands above
+import pytest  # noqa: E402
 
 # What is imported stays: to look through all of it again takes a tenth of the tests.
 gc.freeze()
@@ -33,3 +34,10 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file():
+    """A process would keep all programs of all files: gigabytes."""
+    yield
+    jax.clear_caches()

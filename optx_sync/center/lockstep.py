@@ -101,22 +101,20 @@ def center_variable(
 ) -> optax.GradientTransformationExtraArgs:
     """Parameter averaging: workers train alone and meet at a center every few steps.
 
-    What local SGD, DiLoCo, elastic averaging, AGN and federated averaging share. In
-    every step `inner` turns the worker's own gradient into its update. Every
+    What local SGD, DiLoCo, elastic averaging, AGN and federated averaging share.
+    `inner` turns the worker's own gradient into its update. Every
     `communication_period` steps the workers meet as `rule` says: one exchange of the
-    parameters' size, inside a conditional; other steps send nothing.
+    parameters' size; other steps send nothing.
 
     `oxs.apply_gradients(tx, grads, state, params)` returns parameters, and a float32
     worker that takes the center gets it to the bit. `update` gives
     `new parameters - params`: float32 lands within one ulp, which does not add up. It
-    needs `params`, stands last in a chain, and takes each worker's own gradients. All
-    workers start equal (`oxs.Workers`).
+    needs `params`, stands last in a chain, and takes each worker's own gradients.
 
     Both take `weight`, how much this worker's contribution counts in this step's
     meeting: a number or a bool. And `meet`: `None`, the counter decides; a bool, equal
-    on all workers, the caller does; a Python bool (`oxs.by_hand.due`) leaves the
-    conditional out of the program. With `overlap` it says when a part is due; that of
-    what lands, a step later, stays.
+    on all workers, the caller does (with `overlap`, when a part is due); a Python bool
+    (`oxs.by_hand.due`) leaves the conditional out of the program.
 
     Args:
         inner: The worker's own optimizer, or a center rule over another axis.
@@ -126,26 +124,23 @@ def center_variable(
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read where a period begins; a fraction is rounded up.
         inner_state: In a round, `"keep"` the state of `inner`, `"average"` it over the
-            workers, or `"reset"` it to that of a first step. Or fields of it with the
-            rounds from one average to the next (DES-LOC, arXiv 2505.22549): of Adam
-            `{"mu": 3, "nu": 6}`.
-        drop_nonfinite: A worker that would become NaN or infinite stands still until
-            the next round, is left out of it, and takes the center and a fresh inner
-            state.
-        accumulator_dtype: The dtype of center and accumulators. `None`: float32 for
-            half precision parameters, else their own.
+            workers, or `"reset"` it. Or fields of it with the rounds from one average
+            to the next (DES-LOC, arXiv 2505.22549): of Adam `{"mu": 3, "nu": 6}`.
+        drop_nonfinite: A worker that would become NaN or infinite stands still, is left
+            out of the next round, and takes the center and a fresh inner state.
+        accumulator_dtype: Of center and accumulators. `None`: float32 for half
+            precision parameters, else their own.
         exchange: How contributions become their mean, also compressed or robust.
             `None`: `oxs.exchange.all_reduce()`.
-        measure: Keep measures of the last round for `oxs.metrics`.
-        shard_state: Keep 1/N of the state of the rule's outer optimizer, which must act
-            on each number alone, on each worker: what it means in `cross_shard`.
+        measure: Keep measures of a round for `oxs.metrics`.
+        shard_state: Keep 1/N of the outer optimizer's state on each worker, as
+            `cross_shard` does of the inner one's.
         fragments: P parts of the parameters, one of which meets every
             `communication_period / P` steps; or a function of path and leaf, such as
             `oxs.rules.strided(P)`. `None`: 1.
-        overlap: Whether workers exchange what they contribute in the step after the one
-            that is due, at its begin, so that the exchange hides behind that step. What
-            the step makes of a part that lands in it is overwritten: of the H steps of
-            a part one is lost, and a schedule's periods are 2 steps or more.
+        overlap: Whether workers exchange at the begin of the step after the one that is
+            due, so that the exchange hides behind it. What that step makes of the part
+            is overwritten: of its H steps one is lost, and H is 2 or more.
 
     Returns:
         A transformation with a `CenterState`.
@@ -153,7 +148,7 @@ def center_variable(
     Raises:
         TypeError: Arguments of a wrong type, parameters that are not floating.
         ValueError: A bad keyword, options that exclude each other; gradients that
-            autodiff has summed or that do not match the parameters, an axis that is not
+            autodiff has summed or unlike the parameters, an axis that is not
             mapped or of another size.
 
     Example:

@@ -64,7 +64,6 @@ def quantized(
     All replicas decode the same bits, so their means are equal. All leaves of a bucket
     travel in two collectives, codes, scales and weights together as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D for an all-reduce of float32.
-    Small trees have shorter blocks, to save padding.
 
     A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
     coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
@@ -79,7 +78,7 @@ def quantized(
         code: "linear" (2 bits or more) or "lloyd" (1 to 4). `None`: linear for 4 and 8
             bits, lloyd for fewer.
         bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
-            stands alone. Each bucket travels as soon as it is coded.
+            stands alone.
 
     Returns:
         A linear exchange of dense real floating leaves, which remembers nothing.

@@ -62,8 +62,6 @@ def map_workers(
     shown, in a first tracing, that results with `None` are equal on all workers. Where
     the types cannot follow `fun`, nothing shows it, as under `jax.pmap`.
 
-    Flax NNX objects, which a step changes in place, go through `oxs.Workers` alone.
-
     Args:
         fun: A function of one worker's arguments. Collectives over `axis_name`, as all
             of this package's wrappers make them, go over the workers.
@@ -72,7 +70,7 @@ def map_workers(
         mesh: The devices, with axes of type `Auto` or `Explicit`; `None` to simulate.
         in_axes: 0 or `None` for each positional argument, or a tree of them that is a
             prefix of it, as `oxs.by_hand.state_axes` gives it for a state. Keyword
-            arguments have axis 0. (Only these: stack workers in front.)
+            arguments have axis 0.
         out_axes: The same for what `fun` returns. `None` is for results that are equal
             on all workers: counters and center of a state, results of `oxs.reduce`.
         specs: With a mesh, how one worker is sharded over its other axes: a tree like

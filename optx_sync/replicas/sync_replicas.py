@@ -194,22 +194,19 @@ def sync_replicas(
     (a number such as its tokens, or a bool; 0 is not counted). `meet` (bool, equal on
     all replicas) decides in place of the counter.
 
-    Each replica's state has fields of its own (`oxs.Workers`,
-    `oxs.by_hand.state_axes`). With `variable_averages` it computes `params + updates`:
-    it stands last in a chain, and `oxs.averaged_params(state, params)` reads the
-    averages.
+    With `variable_averages` it computes `params + updates`: it stands last in a chain,
+    and `oxs.averaged_params(state, params)` reads the averages.
 
     Args:
-        inner: The transformation that gets the mean gradient.
+        inner: What gets the mean gradient.
         axis_name: The mapped axis, or a tuple of them.
         replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
         total_num_replicas: N, checked against the axis. `None`: the axis size.
-        variable_averages: The decay of a moving average of the parameters, a float or a
-            schedule of the new `global_step`.
+        variable_averages: The decay of the parameters' moving average, a float or a
+            schedule of `global_step`.
         variables_to_average: Which parameters to average, a tree of bools or a function
             that returns one. `None`: all.
-        drop_nonfinite: Leave out a gradient, all its leaves, with a NaN or infinity in
-            it.
+        drop_nonfinite: Leave out a gradient with a NaN or infinity.
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
         reduce_extra_args: As for `cross_shard`, over the replicas whose gradients are

@@ -92,16 +92,14 @@ def run(
     A worker that dies, or does not catch a `PushRefused`, is replaced: `worker_fn`
     starts again, with the center for parameters and `worker.local_step` as of its last
     round; so write `while worker.local_step < steps:`. A server that dies comes back
-    from its last checkpoint. What was pushed since is lost, and each worker learns how
-    many pushes (`worker.lost`).
+    from its last checkpoint. Pushes since are lost; `worker.lost` counts a worker's.
 
     Args:
-        worker_fn: The worker's program, for cloudpickle.
+        worker_fn: The worker's program.
         params: The parameters to start from.
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
-        agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)`,
-            which needs one server and refuses `exchange`, `pull_exchange`, `weigh`,
-            `fragments` and `delay`.
+        agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)` with
+            one server.
         num_workers: How many workers.
         num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
@@ -110,44 +108,41 @@ def run(
         pull_exchange: Compresses answers, as the difference from what the worker has.
         checkpoint_dir: Where servers save the center: a folder that all machines see,
             or an address like `gs://bucket/run`.
-        synchronous: All workers wait at the start until the last one has joined.
+        synchronous: All wait at the start until the last one has joined.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
-        weigh: `(at: Round) -> factor`, traced: how much of a push the center absorbs:
-            `lambda at: (1.0 + at.staleness) ** -0.5`; 0 drops it.
+        weigh: `(at: Round) -> factor`, traced: how much of a push the center absorbs; 0
+            drops it.
         fragments: Parts of the parameters that meet in turn, as in `center_variable`.
         delay: A worker's steps from a push until it takes the answer.
         meet: When the center absorbs: `one()`, each push when it comes (the default);
-            `quorum(3)`, the mean of 3 workers or more; a push that comes after its
-            meeting is dropped, and `worker.used` False.
+            `quorum(3)`, the mean of 3 workers or more; later pushes are dropped.
         samples: `Samples(total, batch)` that `worker.samples()` leases, each counted
             once in an epoch whoever dies.
         resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
             what is there.
         max_failures: After so many exceptions of `worker_fn`, over all workers, the
-            next one ends the run; until then the worker is replaced.
+            next one ends the run.
         worker_timeout: A worker that no server has heard from for so many seconds is
             killed and replaced. `None`: no limit.
         total_steps: The steps of each worker, for the display.
-        resources_per_worker: What each takes of the cluster, as Ray names it:
-            `{"CPU": 4, "GPU": 1}`. What is left out: one CPU, nothing else. A worker
-            for which there is no place yet joins later; the log says what is missing.
-        processes_per_worker: More than 1: each worker is so many processes, placed
-            together, of a `jax.distributed` of its own, and `worker_fn` runs in all of
-            them, with `worker.shard` over `jax.devices()`, which are those of all. Each
-            takes `resources_per_worker`. If one dies, all are replaced.
+        resources_per_worker: What each process takes of the cluster, as Ray names it:
+            `{"CPU": 4, "GPU": 1}`; by default one CPU. A worker without a place joins
+            later.
+        processes_per_worker: More than 1: each worker is so many processes of a
+            `jax.distributed` of its own; `worker_fn` runs in all, and
+            `worker.shard` is over all their devices. If one dies, all are replaced.
 
     Returns:
-        The center in the structure and dtypes of `params`, and the `History`. An
-        exception has them too, as its attributes `center` (or `None`) and `history`.
+        The center, like `params`, and the `History`. An
+        exception has them as attributes, `center` (or `None`) and `history`.
 
     Raises:
         ImportError: Ray is not installed.
         RuntimeError: A worker dies again and again; a server died without a checkpoint.
         TypeError: An argument of a wrong type.
         ValueError: Numbers out of range; options that exclude each other; checkpoints
-            that the servers cannot continue from; another run that saves to the same
-            folder.
+            of another run, or one that saves to the same folder.
     """
     if weigh is not None:
         contract.check_rule(agreement, "run(..., oxs.rules.diloco(), ..., weigh=weigh)")

@@ -171,8 +171,6 @@ def asynchronous(
             other; gradients that do not match the parameters.
 
     Example:
-        Two workers, the first one twice as fast:
-
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> target = jnp.array([1.0, 3.0])

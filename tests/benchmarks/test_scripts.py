@@ -7,6 +7,8 @@ import pytest
 from tests import scripts
 from tests.benchmarks.reading import BENCHMARKS
 
+pytestmark = pytest.mark.slow
+
 # What each script writes, where it is not a page of its own name.
 PAGES = {
     "bench_steps": ("bench_dense", "bench_sparse"),
@@ -19,7 +21,6 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_writes_its_pages(script, tmp_path, module):
     path = BENCHMARKS / f"{script}.py"

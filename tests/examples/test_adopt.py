@@ -9,6 +9,8 @@ import pytest
 
 from tests import scripts
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # The styles, and the tab of the page that each has in every section.
 TABS = {
@@ -127,7 +129,6 @@ def trained(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("style", TABS)
 def test_they_train(style, trained):
     """Also from a checkpoint: the same program, and with six workers in its place."""

@@ -12,6 +12,8 @@ import pytest
 
 from tests.examples.running import cells
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # Compiled as all other tests.
 COMPILED = {'os.environ["XLA_FLAGS"] = "': 'os.environ["XLA_FLAGS"] += " '}
@@ -41,7 +43,6 @@ def lines_of(name, changes, *arguments):
     return finished.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_it_learns_while_a_worker_is_killed(tmp_path):
     picture = tmp_path / "timeline.png"
     short = "include_dashboard=False, object_store_memory=10**8, _temp_dir=DIRECTORY,"
@@ -56,7 +57,6 @@ def test_it_learns_while_a_worker_is_killed(tmp_path):
     assert (killed, dropped) == ("1", "0")
 
 
-@pytest.mark.slow
 def test_a_quorum_learns_while_workers_leave_die_and_come_late(tmp_path):
     picture = tmp_path / "picture.png"
     short = "ray.init(num_cpus=PLACES, object_store_memory=10**8, _temp_dir=DIRECTORY,"

@@ -14,6 +14,8 @@ from matplotlib.image import imread
 from tests import scripts
 from tests.examples.running import EXAMPLES, cells, run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 200
 # Kernels and biases of 64-64-10, in float32: what one exchange sends.
 EXCHANGE = 4 * (64 * 64 + 64 + 64 * 10 + 10)
@@ -120,7 +122,6 @@ def test_hierarchy_on_a_mesh_and_simulated_ends_alike():
     assert abs(values[0] - values[1]) < 1e-4 and values[0] < 0.3
 
 
-@pytest.mark.slow
 def test_islands_learn_and_meet_in_a_conditional_only(tmp_path):
     picture = tmp_path / "picture.png"
     printed = run("train_islands", "--steps", 20, "--out", picture)
@@ -143,7 +144,6 @@ def test_islands_learn_and_meet_in_a_conditional_only(tmp_path):
     assert imread(picture).shape[:2] == (400, 700)
 
 
-@pytest.mark.slow
 def test_a_language_model_resumes_and_tells_what_it_sends(tmp_path):
     folder = tmp_path / "out"
 
