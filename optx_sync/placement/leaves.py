@@ -326,10 +326,10 @@ def fold_keys(keys: jax.Array, worker: int | jax.Array) -> jax.Array:
 
 # Optax's wrappers that step what they wrap in some steps only.
 _SOMETIMES = (
-    "ApplyIfFiniteState",
-    "ConditionallyMaskState",
-    "ConditionallyTransformState",
-    "MultiStepsState",
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyMaskState,
+    optax.ConditionallyTransformState,
+    optax.MultiStepsState,
 )
 
 
@@ -337,7 +337,7 @@ def refuse_around_center(state: Tree) -> None:
     """Refuse a wrapper that decides for each worker whether a center rule steps."""
 
     def sometimes(x):
-        return is_optax(x) and type(x).__name__ in _SOMETIMES
+        return isinstance(x, _SOMETIMES)
 
     def is_center(x):
         return hasattr(type(x), "center_params") and fields.is_level(x)
