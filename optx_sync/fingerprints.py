@@ -46,11 +46,17 @@ class Damaged(Exception):
 
 
 class Fingerprint(NamedTuple):
-    """Which of N replicas differ from the majority."""
+    """Which of N replicas differ from the majority.
 
-    words: UInt32[Array, "leaves 2"]  # this replica's own
-    differs: Bool[Array, " replicas"]  # whether a leaf differs from the majority's
-    leaf: Int32[Array, " replicas"]  # the first such leaf's number, -1 for none
+    Attributes:
+        words: uint32[leaves, 2], the two words of each leaf of this replica's own tree.
+        differs: bool[N], whether any leaf of a replica differs from the majority's.
+        leaf: int32[N], the number of the first such leaf of each replica, -1 for none.
+    """
+
+    words: UInt32[Array, "leaves 2"]
+    differs: Bool[Array, " replicas"]
+    leaf: Int32[Array, " replicas"]
 
     def where(self, tree: Tree) -> dict[int, str]:
         """Name the replicas that differ and, for each, the first leaf that does.

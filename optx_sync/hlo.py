@@ -35,23 +35,39 @@ Way: TypeAlias = tuple[tuple[str, int], ...]  # (a conditional, which of its bra
 
 
 class Array(NamedTuple):
-    """An array in the shape of an instruction's result."""
+    """An array in the shape of an instruction's result.
 
-    dtype: str  # as XLA writes it: "f32", "bf16", "pred"
+    Attributes:
+        dtype: The element type as XLA writes it: "f32", "bf16", "pred".
+        shape: The extents of its dimensions.
+        bytes: Its size in bytes.
+    """
+
+    dtype: str
     shape: tuple[int, ...]
     bytes: int
 
 
 class Instruction(NamedTuple):
-    """One line of a computation, `NAME = SHAPE OPCODE(OPERANDS), ATTRIBUTES`."""
+    """One line of a computation, `NAME = SHAPE OPCODE(OPERANDS), ATTRIBUTES`.
+
+    Attributes:
+        name: Its name, without the leading "%".
+        shape: The shape of its result as written, which may be a tuple.
+        opcode: What it does: "add", "fusion", "all-reduce-start" and so on.
+        operands: As written: "%x", or with its shape, "f32[3] %x".
+        attributes: As written, without quoted text.
+        quoted: The quoted text, by the name before it.
+        is_root: Whether its result is that of the computation.
+    """
 
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]  # as written: "%x", or with its shape, "f32[3] %x"
-    attributes: str  # as written, without quoted text
-    quoted: dict[str, str]  # the quoted text, by the name before it
-    is_root: bool = False  # whether its result is that of the computation
+    operands: tuple[str, ...]
+    attributes: str
+    quoted: dict[str, str]
+    is_root: bool = False
 
     @property
     def arrays(self) -> list[Array]:
@@ -65,11 +81,17 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A module as `read` found it: its computations in the order of the text."""
+    """A module as `read` found it: its computations in the order of the text.
+
+    Attributes:
+        computations: The instructions of each computation, by the computation's name.
+        entries: The names of the computations with which a run begins.
+        devices: Replicas times partitions; 0 if the text does not say.
+    """
 
     computations: dict[str, list[Instruction]]
     entries: list[str]
-    devices: int  # replicas times partitions; 0 if the text does not say
+    devices: int
 
 
 def program(fn: Any, *args: Any, **kwargs: Any) -> Program:

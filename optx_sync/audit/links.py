@@ -25,11 +25,17 @@ from optx_sync.trees import Tree
 
 
 class Cost(NamedTuple):
-    """The cost of one period, in seconds of one device."""
+    """The cost of one period, in seconds of one device.
 
-    sent: float  # on the links, overlapped with computation or not
-    exposed: float  # of these, the seconds in which the device waits
-    utilisation: float  # the share of all seconds in which the device computes steps
+    Attributes:
+        sent: Seconds on the links, overlapped with computation or not.
+        exposed: Of these, the seconds in which the device waits.
+        utilisation: The share of all seconds in which the device computes steps.
+    """
+
+    sent: float
+    exposed: float
+    utilisation: float
 
 
 class Strategy(NamedTuple):
@@ -58,12 +64,20 @@ class Strategy(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The result of `plan`; `print` shows it as a table."""
+    """The result of `plan`; `print` shows it as a table.
+
+    Attributes:
+        gbits: The bandwidths in Gbit/s, as given.
+        utilisation: By the name of each strategy, its utilisation at each bandwidth.
+        goal: The utilisation that was asked for.
+        needed: By the name of each strategy, the least Gbit/s that reach the goal; 0 if
+            any suffice, infinite if none do.
+    """
 
     gbits: tuple[float, ...]
-    utilisation: dict[str, tuple[float, ...]]  # of each strategy, at each bandwidth
+    utilisation: dict[str, tuple[float, ...]]
     goal: float
-    needed: dict[str, float]  # Gbit/s for the goal; infinite if none suffices
+    needed: dict[str, float]
 
     def __str__(self) -> str:
         """A line for each strategy."""

@@ -51,33 +51,37 @@ Delayed: TypeAlias = set[tuple[str, str]] | None
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
-    `bytes` are those of its operands, what one device hands over. What it sends of them
-    depends on the kind: of an all-gather N - 1 times as much, of an all-reduce on a
-    ring 2 (N - 1) / N times: `sent`, and `time` counts that.
-
-    `groups` holds the sets of devices that exchange with each other, or for a
-    "collective-permute" and a "send" the (source, target) pairs. It is empty where the
-    program does not say, as for transfers between TPU slices.
-
-    `overlapped` says whether an asynchronous collective has any computation between its
-    start and the instruction that waits for it, in the program's order. It is None for
-    a synchronous one, and for one that a later round of a loop waits for. `behind`
-    counts the instructions that compute in between: on a GPU, its kernels.
-
-    `branch` says in which branches it stands: (name of the conditional, number of the
-    branch), the outermost first. Branches of one conditional exclude each other, as
-    the pairings of `gossip` and `noloco` do: `time` and `table` count their mean. So do
-    the programs of the parts of a center rule, in which they meet in turn.
+    Attributes:
+        kind: "all-reduce", "all-gather", "send" and so on; a start and its end are one.
+        bytes: Those of its operands, what one device hands over. What it sends of them
+            depends on the kind: of an all-gather N - 1 times as much, of an all-reduce
+            on a ring 2 (N - 1) / N times: `sent`, and `time` counts that.
+        operands: The number of arrays that travel together.
+        groups: The sets of devices that exchange with each other, or for a
+            "collective-permute" and a "send" the (source, target) pairs; devices have
+            the numbers by which the mesh counts them. Empty where the program does not
+            say, as for transfers between TPU slices.
+        conditional: Whether it stands in a branch of a conditional, at any depth.
+        overlapped: Whether an asynchronous collective has any computation between its
+            start and the instruction that waits for it, in the program's order. `None`
+            for a synchronous one, and for one that a later round of a loop waits for.
+        behind: The number of instructions that compute in between: on a GPU, its
+            kernels. `None` where no instruction is known that waits for it.
+        branch: In which branches it stands: (name of the conditional, number of the
+            branch), the outermost first. Branches of one conditional exclude each
+            other, as the pairings of `gossip` and `noloco` do: `time` and `table` count
+            their mean. So do the programs of the parts of a center rule, in which they
+            meet in turn.
     """
 
-    kind: str  # "all-reduce", "all-gather", "send", ...; start and done are one
-    bytes: int  # of the operands, on one device
-    operands: int  # arrays that travel together
-    groups: tuple[tuple[int, ...], ...]  # of devices, as the mesh counts them
-    conditional: bool  # in a branch of a conditional, at any depth
-    overlapped: bool | None = None  # with computation between its start and its end
-    behind: int | None = None  # the number of instructions that compute there
-    branch: tuple[tuple[str, int], ...] = ()  # of which conditionals, and which branch
+    kind: str
+    bytes: int
+    operands: int
+    groups: tuple[tuple[int, ...], ...]
+    conditional: bool
+    overlapped: bool | None = None
+    behind: int | None = None
+    branch: tuple[tuple[str, int], ...] = ()
 
     @property
     def on_a_ring(self) -> tuple[int, float]:

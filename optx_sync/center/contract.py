@@ -37,35 +37,48 @@ Period: TypeAlias = int | optax.Schedule
 
 
 class Own(NamedTuple):
-    """What a worker holds of one array when it meets the center (center's dtype)."""
+    """What a worker holds of one array when it meets the center (center's dtype).
 
-    params: jax.Array  # x: its parameters, after the step
-    # s: the center that it took last. For a rule with `take`: the center as it was
-    # before the worker's last round.
+    Attributes:
+        params: x, its parameters after the step.
+        taken: s, the center that it took last. For a rule with `take`: the center as it
+            was before the worker's last round.
+        accumulated: The sum of its gradients or updates since its last round, this
+            step's included; `None` where the rule does not accumulate.
+    """
+
+    params: jax.Array
     taken: jax.Array
-    # The sum of its gradients or updates since its last round, this step's included;
-    # None where the rule does not accumulate.
     accumulated: Any
 
 
 class Round(NamedTuple):
-    """What a rule may know of a round, apart from the arrays."""
+    """What a rule may know of a round, apart from the arrays.
 
-    num_workers: int  # N: of the axis in lockstep, of the run when asynchronous
-    communication_period: int | None  # in steps; None where the period is a schedule
-    # int32[], traced: the worker's steps since it last met the center, this one
-    # included. `contribute` and `take` get the whole period, or less where the caller
-    # makes the workers meet early. `penalty` is called in every step and gets 1 ...
-    # period.
+    Attributes:
+        num_workers: N: of the axis in lockstep, of the run when asynchronous.
+        communication_period: Steps from one round to the next; `None` where the period
+            is a schedule.
+        steps: int32[], traced: the worker's steps since it last met the center, this
+            one included. `contribute` and `take` get the whole period, or less where
+            the caller makes the workers meet early. `penalty` is called in every step
+            and gets 1 ... period.
+        staleness: int32[], for workers that meet the center one by one: rounds of the
+            others since this worker took the center, but for those that were dropped
+            (`weigh` gave 0, or the worker was not finite). 0 in lockstep.
+        tokens: float32[], for workers that meet the center one by one: tokens or
+            examples behind the contribution, or steps where nobody counts them. `None`
+            in lockstep.
+        num_pushed: int32[], for workers that meet the center one by one: contributions
+            of this worker, this one included. 1 in lockstep.
+    """
+
+    num_workers: int
+    communication_period: int | None
     steps: Any
-    # For workers that meet the center one by one:
-    # int32[], rounds of the others since this worker took the center, but for those
-    # that were dropped (`weigh` gave 0, or the worker was not finite); 0 in lockstep
     staleness: Any = 0
-    # float32[], tokens or examples behind the contribution, or steps where nobody
-    # counts them; `None` in lockstep
     tokens: Any = None
-    num_pushed: Any = 1  # int32[], contributions of this worker, this one included
+    num_pushed: Any = 1
 
 
 # The arrays that `contribute` may read, and the two that `take` may.

@@ -19,29 +19,48 @@ class CenterMetrics(NamedTuple):
     """Metrics of a center rule, `oxs.metrics`: a worker's own, nothing is sent.
 
     The shapes are for one worker; in a stacked state, what is a worker's own has the
-    worker axis in front, [N].
+    worker axis in front, [N]. With `overlap` a round counts from the step in which it
+    is due, one step before the workers meet.
+
+    From `distance_before_round` to `contributors` all is of the last round, and `None`
+    without `measure=True`; but for the distance it is equal on all workers.
+
+    Attributes:
+        rounds: int32[], rounds so far, including those without this worker.
+        steps_since_round: int32[], steps since the last round; 0 after the step in
+            which the workers met.
+        dropped: int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
+        distance: float32[], |x - c| after the step, the norm over all leaves together;
+            `None` where `metrics` was not given the parameters.
+        distance_before_round: float32[], |x - c| before the exchange, of the fragment
+            that met.
+        contribution_norm: float32[], the root of the mean square of the contributions'
+            norms, before any division by N.
+        agreement: float32[], the mean cosine of two contributions; `None` also where
+            the exchange does not give the exact mean.
+        update_norm: float32[], how far the center moved.
+        contributors: float32[], workers that were not left out.
+        outliers: int32[], with a robust exchange: rounds in which this worker's
+            contribution lay far from the others' (see `optx_sync.exchange.robust`);
+            otherwise `None`.
+        last_fragment: int32[], the last fragment to meet, -1 before the first; `None`
+            with a single fragment.
+        fragment_ages: int32[P], steps since each fragment met; `None` with a single
+            one.
     """
 
-    rounds: Int32[Array, ""]  # so far, including those without this worker
-    steps_since_round: Int32[Array, ""]  # 0 after the step in which the workers met
-    # rounds that left this worker out; 0 without `drop_nonfinite`
+    rounds: Int32[Array, ""]
+    steps_since_round: Int32[Array, ""]
     dropped: Int32[Array, ""]
-    # |x - c| after the step, the norm over all leaves together; None where `metrics`
-    # was not given the parameters
     distance: Float[Array, ""] | None
-    # Of the last round, with `measure=True`; otherwise None. All but the distance are
-    # equal on all workers.
-    distance_before_round: Float[Array, ""] | None  # |x - c| before the exchange
-    contribution_norm: Float[Array, ""] | None  # root of the mean square, undivided
-    agreement: Float[Array, ""] | None  # the mean cosine of two contributions
-    update_norm: Float[Array, ""] | None  # how far the center moved
-    contributors: Float[Array, ""] | None  # workers that were not left out
-    # With a robust exchange, the rounds in which its contribution lay far from the
-    # others' (see `optx_sync.exchange.robust`); otherwise None.
+    distance_before_round: Float[Array, ""] | None
+    contribution_norm: Float[Array, ""] | None
+    agreement: Float[Array, ""] | None
+    update_norm: Float[Array, ""] | None
+    contributors: Float[Array, ""] | None
     outliers: Int32[Array, ""] | None
-    # With more than one fragment; otherwise None.
-    last_fragment: Int32[Array, ""] | None  # the last one to meet; -1 before the first
-    fragment_ages: Int32[Array, " parts"] | None  # steps since each one met
+    last_fragment: Int32[Array, ""] | None
+    fragment_ages: Int32[Array, " parts"] | None
 
 
 class How(NamedTuple):
@@ -103,24 +122,48 @@ def _kind_of(name: str, state: "CenterState") -> fields.Kind:
 
 
 class CenterState(NamedTuple):
-    """State of `center_variable`."""
+    """State of `center_variable`.
 
-    local_step: Int32[Array, ""]  # steps of a worker
+    The shapes are for one worker, with P fragments.
+
+    Attributes:
+        local_step: int32[], steps of a worker so far.
+        steps_since_round: int32[], steps since the last round.
+        global_step: int32[], rounds so far; with `overlap` the one that waits counts,
+            too.
+        ages: int32[P], steps since each fragment met; () with a single fragment.
+        waits: int32[], with `overlap`: the number of steps behind what workers
+            contribute in the next step, 0 where that is nothing. Otherwise ().
+        weight: float32[], with `overlap`: how much this worker's contribution in the
+            next step counts. Otherwise ().
+        center: c, a tree like the parameters; float32 for half precision, unless
+            `accumulator_dtype` says otherwise.
+        taken: The center before the last round, or () where no formula reads it.
+        outer: State of the rule's outer transformation, or (); with more than one
+            fragment a tuple, one for each. With `shard_state` an `InPieces`.
+        accumulated: What the worker summed up since the last round, a tree like the
+            center; or ().
+        broken: bool[], with `drop_nonfinite`: whether this worker met a NaN or infinity
+            since the last round. Otherwise ().
+        exchange: What the exchange remembers; with more than one fragment a tuple, one
+            for each. () if it remembers nothing.
+        info: What is measured and counted for `oxs.metrics`; no step needs it.
+        inner: State of the worker's own optimizer.
+        how: How the state was made; it has no arrays.
+    """
+
+    local_step: Int32[Array, ""]
     steps_since_round: Int32[Array, ""]
-    global_step: Int32[Array, ""]  # rounds
-    ages: Any  # int32[P], steps since each fragment met; () with a single fragment
-    # With `overlap`, int32[]: the steps behind what workers contribute in the next
-    # step, 0 where that is nothing; and float32[], how much this worker's counts.
+    global_step: Int32[Array, ""]
+    ages: Any
     waits: Any
     weight: Any
-    center: Tree  # like the parameters, float32 for half precision
-    taken: Tree  # the center before the last round, or () where no formula reads it
-    # State of the rule's outer transformation, or (); a tuple, one for each fragment.
-    # With `shard_state` an `InPieces`.
+    center: Tree
+    taken: Tree
     outer: optax.OptState
-    accumulated: Tree  # what the worker summed up since the last round, or ()
-    broken: Any  # bool[], whether it met a NaN or infinity since the last round, or ()
-    exchange: Tree  # what the exchange remembers, for each fragment, or ()
+    accumulated: Tree
+    broken: Any
+    exchange: Tree
     info: SharedInfo
     inner: optax.OptState
     how: How

@@ -39,15 +39,23 @@ class Met(NamedTuple):
 
     Your own exchange may leave `weight` and `also` out, `None`: the library then sums
     them in an all-reduce of their own.
+
+    Attributes:
+        mean: The mean, a tree equal on all replicas, in the dtypes of the tree that was
+            given; of `scatter` this replica's piece of every array.
+        weight: The sum of the weights, a scalar; the number of replicas if there are no
+            weights.
+        lost: What of this replica's tree did not arrive, a tree in units of weight
+            times value; `None` if no loss is known.
+        state: What this replica remembers now; () for nothing.
+        also: The sums of the scalars that were given as `also`, a tree like it.
     """
 
-    mean: Tree  # equal on all replicas, in the dtypes of the tree
-    # The sum of the weights; the number of replicas if there are no weights.
+    mean: Tree
     weight: Float[Array, ""] | int | None = None
-    # In units of weight times value; `None` if no loss is known.
     lost: Tree | None = None
-    state: Tree = ()  # what this replica remembers now
-    also: Tree = None  # the sums of the scalars
+    state: Tree = ()
+    also: Tree = None
 
 
 class Code(NamedTuple):
@@ -55,11 +63,15 @@ class Code(NamedTuple):
 
     Asynchronous workers push one by one, so there is no mean; `oxs.runtime` sends the
     message, and its server adds the decoded array.
+
+    Attributes:
+        encode: `(array, state) -> (message, what is lost, state)`; the first state is
+            from `Exchange.init`.
+        decode: `(message, like) -> array`, where `like` has the shape and dtype of the
+            array that was coded: an array or a `jax.ShapeDtypeStruct`.
     """
 
-    # (array, state) -> (message, what is lost, state); the first state is from `init`
     encode: Callable[[jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
-    # (message, array or shape like the one that was coded) -> array
     decode: Callable[[jax.Array, jax.Array | jax.ShapeDtypeStruct], jax.Array]
 
 

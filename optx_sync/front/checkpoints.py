@@ -19,11 +19,18 @@ _ITEMS = ("default", "state")
 
 
 class Source(NamedTuple):
-    """Where `Workers.restore` finds checkpoints, and how it reads one."""
+    """Where `Workers.restore` finds checkpoints, and how it reads one.
+
+    Attributes:
+        directory: The path of the folder that has a folder for each checkpoint.
+        latest: The step of the newest checkpoint; `None` if there is none.
+        read: `(folder, shapes) -> arrays`: reads the arrays in a folder, as a tree like
+            that of the shapes.
+    """
 
     directory: Any
     latest: int | None
-    read: Callable[[Any, Tree], Tree]  # given the folder of the arrays, and shapes
+    read: Callable[[Any, Tree], Tree]
 
 
 def source(manager: Any, timeout: float) -> Source:

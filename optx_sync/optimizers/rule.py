@@ -58,12 +58,19 @@ Slot: TypeAlias = Tree
 
 
 class Step(NamedTuple):
-    """Scalars that all arrays of one update share, in the slots' dtype."""
+    """Scalars that all arrays of one update share, in the slots' dtype.
 
-    learning_rate: Float[Array, ""]  # of this update; a schedule's value at `count`
-    count: Any  # int32[], updates before this one; 0 at the first
-    hyper: tuple[Float[Array, ""], ...]  # the numbers of the rule's `hyper`, in order
-    # The rule's running `powers`: b^t in the t-th update, b in the first; () if none.
+    Attributes:
+        learning_rate: The rate of this update, a scalar; a schedule's value at `count`.
+        count: int32[], updates before this one; 0 at the first.
+        hyper: The numbers of the rule's `hyper` as scalars, in order.
+        powers: The rule's running `powers`: b^t in the t-th update, b in the first; ()
+            if there are none.
+    """
+
+    learning_rate: Float[Array, ""]
+    count: Any
+    hyper: tuple[Float[Array, ""], ...]
     powers: Tree
 
 
@@ -121,11 +128,19 @@ class LeafRule:
 
 
 class RuleState(NamedTuple):
-    """State of every optimizer that `from_rule` makes."""
+    """State of every optimizer that `from_rule` makes.
 
-    update_count: Int32[Array, ""]  # updates so far
-    powers: Tree  # the rule's running powers, shared by all leaves
-    slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
+    Attributes:
+        update_count: int32[], updates so far.
+        powers: The rule's running powers as scalars, which all leaves share; () if
+            there are none.
+        slots: The rule's NamedTuple, each field a tree like the parameters, of float32
+            or wider.
+    """
+
+    update_count: Int32[Array, ""]
+    powers: Tree
+    slots: Tree
 
 
 def from_rule(

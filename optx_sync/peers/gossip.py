@@ -62,13 +62,21 @@ from optx_sync.trees import (
 
 
 class GossipMetrics(NamedTuple):
-    """Metrics of `gossip` and `noloco`, read by `oxs.metrics`; nothing is sent."""
+    """Metrics of `gossip` and `noloco`, read by `oxs.metrics`; nothing is sent.
 
-    rounds: Int32[Array, ""]  # rounds so far
+    Attributes:
+        rounds: int32[], rounds so far.
+        steps_since_round: int32[], steps since the last round.
+        dropped: int32[], rounds without this worker; 0 without `drop_nonfinite`. [N] in
+            a stacked state.
+        distance: float32[N], the distance of each worker's parameters from the mean of
+            all, given stacked parameters; else `None`, since one worker knows only its
+            own.
+    """
+
+    rounds: Int32[Array, ""]
     steps_since_round: Int32[Array, ""]
-    dropped: Int32[Array, ""]  # rounds without this worker, with `drop_nonfinite`
-    # Of each worker from the mean of all, given stacked parameters; else None, since
-    # one worker knows only its own.
+    dropped: Int32[Array, ""]
     distance: Float[Array, " workers"] | None
 
 

@@ -32,18 +32,30 @@ Weight = float | tuple[float, ...]  # the same for all workers, or one for each
 
 
 class Take(NamedTuple):
-    """One permutation: from whom each worker takes, and with which weight."""
+    """One permutation: from whom each worker takes, and with which weight.
 
-    source: tuple[int, ...]  # worker i takes from worker source[i]
+    Attributes:
+        source: Worker i takes from worker `source[i]`.
+        weight: One number for all workers, or one for each.
+    """
+
+    source: tuple[int, ...]
     weight: Weight
 
 
 class GraphRound(NamedTuple):
-    """One round: x_i <- own x_i + sum of weight x_source[i] over `takes`."""
+    """One round: x_i <- own x_i + sum of weight x_source[i] over `takes`.
+
+    Attributes:
+        own: The weight of a worker's own parameters: one number for all workers, or one
+            for each.
+        takes: What workers take from others.
+        groups: If given, groups of equal size: each worker takes the mean of its group,
+            and `own` and `takes` are not used.
+    """
 
     own: Weight = 1.0
     takes: tuple[Take, ...] = ()
-    # If given, groups of equal size: each takes its members' mean, and nothing else.
     groups: tuple[tuple[int, ...], ...] | None = None
 
 

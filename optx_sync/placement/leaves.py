@@ -35,12 +35,19 @@ class Field(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of a tree with states anywhere in it, of one worker or of all."""
+    """An array of a tree with states anywhere in it, of one worker or of all.
+
+    Attributes:
+        path: The keys that lead to it in the tree.
+        x: The array, or its shape.
+        around: The fields that hold it, the outermost first.
+        size: Of an array in pieces, the number of numbers in the whole; else `None`.
+    """
 
     path: KeyPath
     x: Tree
-    around: tuple[Field, ...]  # the outermost first
-    size: int | None = None  # of one in pieces the numbers of the whole
+    around: tuple[Field, ...]
+    size: int | None = None
 
     @property
     def kinds(self) -> list[fields.Kind]:

@@ -34,15 +34,25 @@ class CrossShardMetrics(NamedTuple):
 
     All but the outliers are equal on all replicas. All but the noise scale, a ratio of
     moving averages, are those of the last step. `None` without `measure=True`.
+
+    Attributes:
+        noise_scale: float32[], the gradient noise scale, in examples; below 0 while
+            |G|^2, the squared norm of the true gradient, is unknown.
+        agreement: float32[], the mean cosine of two replicas' gradients.
+        contribution_norm: float32[], the root of the mean square of the gradients'
+            norms.
+        update_norm: float32[], the norm of what `inner` made of the mean.
+        contributors: float32[], replicas of a weight above 0.
+        outliers: int32[], with a robust exchange: steps in which this replica's
+            gradient lay far from the others' (see `optx_sync.exchange.robust`);
+            otherwise `None`.
     """
 
-    noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
-    agreement: jax.Array | None  # float32[], the mean cosine of two gradients
-    contribution_norm: jax.Array | None  # float32[], root of the mean square
-    update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
-    contributors: jax.Array | None  # float32[], replicas of a weight above 0
-    # With a robust exchange, int32[], steps in which this replica's gradient lay far
-    # from the others' (see `optx_sync.exchange.robust`); otherwise None.
+    noise_scale: jax.Array | None
+    agreement: jax.Array | None
+    contribution_norm: jax.Array | None
+    update_norm: jax.Array | None
+    contributors: jax.Array | None
     outliers: jax.Array | None
 
 
@@ -54,13 +64,22 @@ class CrossShardMetrics(NamedTuple):
     cut=fields.FACT,
 )
 class CrossShardState(NamedTuple):
-    """State of `cross_shard` where it remembers, counts or measures something."""
+    """State of `cross_shard` where it remembers, counts or measures something.
 
-    exchange: Tree  # what the exchange remembers, this replica's own, or ()
+    Attributes:
+        exchange: What the exchange remembers, this replica's own; or ().
+        info: What is measured and counted for `oxs.metrics`; no step needs it.
+        inner: The state of `inner`; with `shard_state` this replica's pieces.
+        summed: Whether the replicas' gradients are added up, `reduction="sum"`, so that
+            what the exchange remembers is of sums. It has no array.
+        cut: Whether `inner` holds pieces, with `shard_state`. It has no array.
+    """
+
+    exchange: Tree
     info: Info
-    inner: optax.OptState  # the state of `inner`
-    summed: fields.Fact = fields.No()  # with `reduction="sum"`: residuals are of sums
-    cut: fields.Fact = fields.No()  # with `shard_state`: `inner` holds pieces
+    inner: optax.OptState
+    summed: fields.Fact = fields.No()
+    cut: fields.Fact = fields.No()
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` measured, and how often this replica was an outlier."""

@@ -28,11 +28,20 @@ _AROUND = "optax.chain(optax.clip_by_global_norm(1.0), oxs.stacked(inner, spec))
     stacks=fields.LIKE_PARAMS, rest=fields.LIKE_PARAMS, constants=fields.LIKE_PARAMS
 )
 class StackedState(NamedTuple):
-    """State of `stacked`."""
+    """State of `stacked`.
 
-    stacks: InStacks  # [K, ...] for each group, K a multiple of the number of shards
-    rest: Any  # the state of leaves that are treated number by number
-    constants: list[Any]  # arrays in that state which do not depend on the leaves
+    Attributes:
+        stacks: The state of `inner` for each group of leaves that are alike, by the
+            path of the group's first leaf. Its arrays are stacks, [K, ...], with K, the
+            number of leaves, padded to a multiple of the number of devices.
+        rest: The state of `inner` for the leaves that are treated number by number,
+            with `None` for `constants`.
+        constants: The arrays in that state which do not depend on the leaves.
+    """
+
+    stacks: InStacks
+    rest: Any
+    constants: list[Any]
 
 
 @checks.shows_call(_CALL)

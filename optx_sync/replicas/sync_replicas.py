@@ -43,14 +43,22 @@ class Outcomes(NamedTuple):
     """What may become of a replica's gradient; exactly one of them does.
 
     If several reasons keep a gradient from being used, the first of not_contributed,
-    stale, nonfinite and no_token counts.
+    stale, nonfinite and no_token counts. Each field is an int32[] that counts gradients
+    since the start, in `SyncReplicasMetrics.counts`.
+
+    Attributes:
+        used: It was accumulated.
+        stale: It was computed before the last update.
+        nonfinite: It held a NaN or infinity, with `drop_nonfinite`.
+        not_contributed: `contributes` was False, or the weight 0.
+        no_token: The tokens of this update were gone.
     """
 
-    used: Outcome  # accumulated
-    stale: Outcome  # computed before the last update
-    nonfinite: Outcome  # held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: Outcome  # `contributes` was False, or the weight 0
-    no_token: Outcome  # the tokens of this update were gone
+    used: Outcome
+    stale: Outcome
+    nonfinite: Outcome
+    not_contributed: Outcome
+    no_token: Outcome
 
 
 class SyncReplicasMetrics(NamedTuple):
@@ -103,23 +111,39 @@ class Gathered(NamedTuple):
     averages=fields.COPIES,
 )
 class SyncReplicasState(NamedTuple):
-    """State of `sync_replicas`."""
+    """State of `sync_replicas`.
 
-    global_step: Int32[Array, ""]  # updates
-    accumulated: Int32[Array, ""]  # gradients since the last one, of all replicas
-    # float32[], or float64[] where a sum is: the sum of the weights of these gradients.
-    # All kept weights are in units of `weight_unit`, the largest weight of the first
-    # gradients ever; 0 before them. So equal weights are 1, and half precision sums
-    # stay small.
+    All kept weights are in units of `weight_unit`. So equal weights are 1, and half
+    precision sums stay small.
+
+    Attributes:
+        global_step: int32[], updates so far.
+        accumulated: int32[], gradients since the last update, of all replicas.
+        total_weight: float32[], or float64[] where a sum is: the sum of the weights of
+            these gradients.
+        weight_unit: The largest weight of the first gradients ever, in the dtype of
+            `total_weight`; 0 before them.
+        accumulator: The sum of this replica's own gradients since the last update.
+        exchange: What the exchange remembers, this replica's own; or ().
+        contributed: The sum of the weights of this replica's own gradients since the
+            last update, in the dtype of `total_weight`; () with a linear exchange.
+        info: What is measured and counted for `oxs.metrics`, with this replica's
+            `Outcomes` and `Gathered`; no step needs it.
+        inner: The state of `inner`.
+        averages: The moving averages, a tree like the parameters with a MaskedNode
+            where there is none; () without `variable_averages`.
+    """
+
+    global_step: Int32[Array, ""]
+    accumulated: Int32[Array, ""]
     total_weight: jax.Array
     weight_unit: jax.Array
-    accumulator: Accumulator  # of this replica
-    exchange: Tree  # what the exchange remembers, or ()
-    # The weights of its own gradients since the last update; () with a linear exchange
+    accumulator: Accumulator
+    exchange: Tree
     contributed: Tree
-    info: Info  # with this replica's `Outcomes` and `Gathered`
+    info: Info
     inner: optax.OptState
-    averages: Tree  # like the parameters, MaskedNode where there is none, or ()
+    averages: Tree
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""

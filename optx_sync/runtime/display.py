@@ -30,11 +30,18 @@ class History(NamedTuple):
 
     What a server had not handed over when it died is missing, a fraction of a second;
     `Worker.rounds` and `Worker.lost` count every push that was applied or lost.
+
+    Attributes:
+        events: The events in the order of the servers' clocks; of a long run the last
+            100,000.
+        averages: The averages of `SyncReplicas(variable_averages=)`, like the
+            parameters; otherwise `None`.
+        counts: The number of events of the whole run by (kind, worker); `count` adds
+            them up.
     """
 
-    # In the order of the servers' clocks; the last `KEPT` of a long run.
     events: list[Event]
-    averages: Tree | None  # of `SyncReplicas(variable_averages=)`
+    averages: Tree | None
     counts: dict[tuple[str, int], int] = {}  # noqa: RUF012 # only read: (kind, worker)
 
     def count(self, kind: str, worker: int | None = None) -> int:

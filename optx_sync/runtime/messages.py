@@ -23,28 +23,50 @@ class PushRefused(ValueError):
 
 
 class Push(NamedTuple):
-    """A worker's message with its contribution to one part of the parameters."""
+    """A worker's message with its contribution to one part of the parameters.
+
+    Attributes:
+        worker: The worker's number, from 0.
+        round: The number of this push among the worker's of this part, counted from 1;
+            a retry has the number of the first try.
+        arrays: By name the arrays of the part, by path: "contribution", or fields of
+            `Own` where the server is to make the contribution of them; "grads" with
+            `SyncReplicas`. With `exchange` its codes.
+        steps: The worker's steps since its last round of this part.
+        local_step: The worker's steps so far.
+        shown: Numbers for the display and the history: `Worker.step(grads, loss=...)`.
+        incarnation: From `join`; 0: the worker has not joined.
+        seconds: The duration of the worker's previous exchange.
+        lost: Pushes reported lost to the worker since its last push.
+        bytes: Of all that the worker sends in this round.
+        tokens: The weight of the contribution, as the worker counts it.
+        part: The number of the part.
+        place: For the worker's successor: notes of its program, as JSON.
+        met: The part's meetings that the worker has taken; -1: all.
+        leases: The numbers of the ranges of samples that it is made of.
+        step_seconds: Seconds of one of the worker's steps, in the mean since its last
+            push.
+        confirms: The `Reply.number` that the worker took last; 0: answer with whole
+            arrays.
+    """
 
     worker: int
-    # Counted per part from 1; a retry has the number of the first try
     round: int
-    arrays: dict[str, Arrays]  # name of the message -> its arrays, see `traffic`
-    steps: int = 1  # the worker's steps since its last round of this part
-    local_step: int = 0  # the worker's steps so far
+    arrays: dict[str, Arrays]
+    steps: int = 1
+    local_step: int = 0
     shown: dict[str, float] = {}  # noqa: RUF012 # only read: for the display
-    incarnation: int = 0  # from `join`; 0: the worker has not joined
-    seconds: float = 0.0  # the duration of the previous exchange
-    lost: int = 0  # pushes reported lost to the worker since its last push
-    bytes: int = 0  # of all that the worker sends in this round
-    tokens: float = 1.0  # the weight of the contribution, as the worker counts it
+    incarnation: int = 0
+    seconds: float = 0.0
+    lost: int = 0
+    bytes: int = 0
+    tokens: float = 1.0
     part: int = 0
-    place: str = ""  # for its successor: notes of its program, as JSON
-    met: int = -1  # the part's meetings that it has taken; -1: all
-    leases: tuple[int, ...] = ()  # the ranges of samples that it is made of
-    step_seconds: float = 0.0  # seconds of one of the worker's steps
-    confirms: int = (
-        0  # the `Reply.number` that it took last; 0: answer with whole arrays
-    )
+    place: str = ""
+    met: int = -1
+    leases: tuple[int, ...] = ()
+    step_seconds: float = 0.0
+    confirms: int = 0
 
     def problem(self) -> str:
         """What is wrong with the header's numbers, "" if nothing is."""
@@ -75,18 +97,32 @@ _INTEGERS |= {"met": -1}
 
 
 class Reply(NamedTuple):
-    """The server's answer to a push."""
+    """The server's answer to a push.
 
-    # "before", "after" or "params" of the part; or "change": the difference to what the
-    # worker knows of these, as messages of `pull_exchange`.
+    Attributes:
+        arrays: By name the arrays of the part, by path: "before" and "after", the part
+            of the center around the round, or one of them; "params" with
+            `SyncReplicas`. Or "change": the difference to what the worker knows of
+            these, as messages of `pull_exchange`. Empty while it waits.
+        global_step: Rounds of the part; the updates of `SyncReplicas`.
+        staleness: The others' rounds since this worker's last one, none of them
+            dropped; with `SyncReplicas` the updates since its token.
+        used: False for what came stale or late, and was dropped.
+        waiting: Whether it is not answered yet: ask `wait`.
+        round: The number of this push.
+        lost: Earlier pushes of this worker that were lost with the server.
+        number: The number of this answer, which the next push confirms; 0 without
+            `pull_exchange`.
+    """
+
     arrays: dict[str, Arrays]
-    global_step: int  # rounds of the part
-    staleness: int  # others' rounds since this worker's last one, none of them dropped
-    used: bool = True  # False for what came stale or late, and was dropped
-    waiting: bool = False  # whether it is not answered yet: ask `wait`
-    round: int = 0  # the number of this push
-    lost: int = 0  # earlier pushes of this worker that were lost with the server
-    number: int = 0  # the number of this answer; the next push confirms it
+    global_step: int
+    staleness: int
+    used: bool = True
+    waiting: bool = False
+    round: int = 0
+    lost: int = 0
+    number: int = 0
 
 
 class Pending(NamedTuple):
@@ -102,21 +138,35 @@ class Pending(NamedTuple):
 
 
 class JoinedPart(NamedTuple):
-    """One part of the center, for a worker that starts."""
+    """One part of the center, for a worker that starts.
 
-    arrays: Arrays  # the center
-    round: int  # the worker's last round
+    Attributes:
+        arrays: The center's arrays of this part, by path.
+        round: The number of the worker's last push of this part; 0 before the first.
+        global_step: Rounds of the part, of all workers.
+    """
+
+    arrays: Arrays
+    round: int
     global_step: int
 
 
 class Joined(NamedTuple):
-    """The server's answer to a worker that starts, or starts again."""
+    """The server's answer to a worker that starts, or starts again.
+
+    Attributes:
+        parts: The parts of the center, by number.
+        local_step: The worker's steps at its last round.
+        restarts: How often the worker has joined before.
+        incarnation: Stands in every push; pushes of an older one are refused.
+        place: The notes of its predecessor's program, as JSON; "" if there are none.
+    """
 
     parts: dict[int, JoinedPart]
-    local_step: int  # the worker's steps at its last round
-    restarts: int  # how often the worker has joined before
-    incarnation: int = 0  # stands in every push; pushes of an older one are refused
-    place: str = ""  # the notes of its predecessor's program, as JSON
+    local_step: int
+    restarts: int
+    incarnation: int = 0
+    place: str = ""
 
     @property
     def round(self) -> int:
@@ -125,23 +175,41 @@ class Joined(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event of a run: one entry of its history."""
+    """An event of a run: one entry of its history.
 
-    # started, restored, saved, damaged, unsaved, join, left, push, dropped, retry,
-    # short (a meeting closed with too few), refused, rolled_back (pushes of a worker
-    # were lost with a server), lost (a worker died; `run` says it)
+    Attributes:
+        kind: What happened: "started", "restored", "saved", "damaged", "unsaved",
+            "join", "left", "push", "dropped", "retry", "short" (a meeting closed with
+            too few), "refused", "rolled_back" (pushes of a worker were lost with a
+            server) or "lost" (a worker died; `run` says it).
+        worker: The worker's number, from 0; -1 for the server's own.
+        round: The number of the worker's last push of the part, from 1; 0 before the
+            first, and for the server.
+        local_step: The worker's steps at its last push; 0 for the server.
+        global_step: Rounds (or updates) of all workers, after the event.
+        staleness: Of "push" and "dropped", the other workers' rounds since this
+            worker's last one; of "rolled_back", the number of pushes; otherwise 0.
+        time: Seconds since the epoch, of the server's clock; of "lost" that of `run`.
+        shown: Numbers that came with a push: `Worker.step(grads, loss=...)`.
+        message: More about it, such as why something was refused or lost; "" if there
+            is none.
+        seconds: The duration of the worker's previous exchange, of a push.
+        bytes: All bytes that the worker sent in this round, of a push.
+        part: The part that was pushed; else the first part of the server.
+        pulled: Bytes of the server's answer for this part; 0 where the answer came
+            later.
+    """
+
     kind: str
-    worker: int  # its number, from 0; -1 for the server's own
-    round: int  # the worker's, from 1; 0 before its first push, and for the server
-    local_step: int  # the worker's steps at its last push; 0 for the server
-    global_step: int  # rounds (or updates) of all workers, after the event
-    # For a push, the other workers' rounds since this worker's last one; for
-    # "rolled_back", the number of pushes; otherwise 0.
+    worker: int
+    round: int
+    local_step: int
+    global_step: int
     staleness: int
-    time: float  # seconds since the epoch, of the server's clock
-    shown: dict[str, float]  # of a push: `Worker.step(grads, loss=...)`
-    message: str = ""  # why something was refused or lost
-    seconds: float = 0.0  # the duration of the worker's previous exchange
-    bytes: int = 0  # all bytes that the worker sent in this round
-    part: int = 0  # the part that was pushed
-    pulled: int = 0  # bytes of the server's answer for this part
+    time: float
+    shown: dict[str, float]
+    message: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    part: int = 0
+    pulled: int = 0

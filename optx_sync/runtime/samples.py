@@ -8,10 +8,17 @@ from optx_sync.checks import integer
 
 
 class Lease(NamedTuple):
-    """The samples of one step: numbers from `start` to `stop` - 1 of an epoch."""
+    """The samples of one step: numbers from `start` to `stop` - 1 of an epoch.
+
+    Attributes:
+        number: The number of the range, from 0 on over all epochs.
+        epoch: The number of the epoch, from 0.
+        start: The first sample.
+        stop: The sample after the last one.
+    """
 
     number: int
-    epoch: int  # from 0
+    epoch: int
     start: int
     stop: int
 

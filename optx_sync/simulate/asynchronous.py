@@ -35,18 +35,33 @@ class OnTheWay(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """State of one worker; of all workers with a worker axis in front, [N, ...]."""
+    """State of one worker; of all workers with a worker axis in front, [N, ...].
+
+    Attributes:
+        worker: What it holds: `params`, `inner`, `taken` and `accumulated`.
+        exchange: The memory of the code of its pushes, for each part; or ().
+        local_step: int32[], its steps.
+        rounds: int32[], its rounds.
+        tokens: float32[P], for each part: tokens behind its gradients since its last
+            round.
+        seen: int32[P], for each part: `AsynchronousState.applied` after its last round,
+            0 before the first.
+        ages: int32[P], for each part: its steps since its last round.
+        pending: With `delay`, its contribution that was made last, with the steps
+            behind it and whether the center absorbs it; otherwise ().
+        broken: bool[], with `drop_nonfinite`: whether it was not finite since its last
+            round. Otherwise ().
+    """
 
     worker: Worker
-    exchange: Tree  # the memory of the code of its pushes, for each part, or ()
-    local_step: Int32[Array, ""]  # its steps
-    rounds: Int32[Array, ""]  # its rounds
-    # The next three have a number for each part.
-    tokens: Float[Array, " parts"]  # since its last round
-    seen: Int32[Array, " parts"]  # `applied` when it took the center
-    ages: Int32[Array, " parts"]  # its steps since its last round
-    pending: Any  # with `delay`, its contribution `OnTheWay`; or ()
-    broken: Any  # bool[], whether it was not finite since its last round; or ()
+    exchange: Tree
+    local_step: Int32[Array, ""]
+    rounds: Int32[Array, ""]
+    tokens: Float[Array, " parts"]
+    seen: Int32[Array, " parts"]
+    ages: Int32[Array, " parts"]
+    pending: Any
+    broken: Any
 
     @property
     def params(self) -> Tree:
@@ -70,29 +85,51 @@ class WorkerState(NamedTuple):
 
 
 class AsynchronousState(NamedTuple):
-    """State after one event of `asynchronous`."""
+    """State after one event of `asynchronous`.
 
-    workers: WorkerState  # [N, ...]
-    center: Tree  # like the parameters, float32 for half precision
-    # State of the rule's outer transformation, or (): with parts, one for each part.
+    Attributes:
+        workers: All workers, [N, ...].
+        center: A tree like the parameters, float32 for half precision.
+        outer: State of the rule's outer transformation, or (): with parts, one for each
+            part.
+        global_step: int32[], rounds of all workers.
+        applied: int32[], those of them whose contribution was not dropped.
+    """
+
+    workers: WorkerState
+    center: Tree
     outer: Tree
-    global_step: Int32[Array, ""]  # rounds of all workers
-    applied: Int32[Array, ""]  # those of them whose contribution was not dropped
+    global_step: Int32[Array, ""]
+    applied: Int32[Array, ""]
 
 
 class AsynchronousRecord(NamedTuple):
-    """The history of T events; each array has the values after the event."""
+    """The history of T events; each array has the values after the event.
 
-    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
-    params: Tree  # those of the worker that stepped, in their own dtypes
-    center: Tree  # float32 for half precision parameters
-    events: np.ndarray  # the numbers of these events, from 0
-    local_step: Int32[Array, " events"]  # steps of the event's worker so far
-    global_step: Int32[Array, " events"]  # rounds of all workers so far
-    # [T, ...], the result of the function `record` after each event; None without one.
+    `record` keeps K of them.
+
+    Attributes:
+        params: [K, ...], the parameters of the worker that stepped, in their own
+            dtypes; `None` if `record` is a function.
+        center: [K, ...], the center, float32 for half precision parameters; `None` if
+            `record` is a function.
+        events: int32[K] of NumPy, the numbers of these events, from 0.
+        local_step: int32[T], steps of the event's worker so far.
+        global_step: int32[T], rounds of all workers so far.
+        recorded: [T, ...], the result of the function `record` after each event; `None`
+            without one.
+        final: The state after the last event.
+        push_bytes: Bytes sent in one contribution, that of the largest part.
+    """
+
+    params: Tree
+    center: Tree
+    events: np.ndarray
+    local_step: Int32[Array, " events"]
+    global_step: Int32[Array, " events"]
     recorded: Tree
-    final: AsynchronousState  # after the last event
-    push_bytes: float  # bytes sent in one contribution, that of the largest part
+    final: AsynchronousState
+    push_bytes: float
 
 
 def asynchronous(

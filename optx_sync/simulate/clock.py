@@ -41,20 +41,32 @@ class Kind(enum.IntEnum):
 
 
 class Happening(NamedTuple):
-    """One event of a virtual clock."""
+    """One event of a virtual clock.
+
+    Attributes:
+        second: When it happens.
+        kind: What happens.
+        worker: The worker's number, -1: of none.
+        part: The number of the part, -1: of none.
+        steps: Of STEP, the worker's steps since its last push; of PUSH and what comes
+            of it, since its last push of the part; this one included.
+        tokens: Of STEP, those behind its gradient; of PUSH, JOIN and LATE, those behind
+            all of `steps`.
+        staleness: Of JOIN and LATE: meetings of the part since its worker knew of one.
+        number: Of STEP: steps of all workers before it. Of PUSH, JOIN and LATE: the
+            number of the push among its worker's of this part, from 1.
+        come: Of CLOSE: the workers whose contributions are absorbed.
+    """
 
     second: float
     kind: Kind
-    worker: int = -1  # -1: of none
-    part: int = -1  # -1: of none
-    # Of STEP, since the worker's last push; of PUSH and what comes of it, since the
-    # last one of the part; this one included.
+    worker: int = -1
+    part: int = -1
     steps: int = 0
-    tokens: float = 0.0  # behind so many steps, or of this STEP
-    # Of JOIN and LATE: meetings of the part since its worker knew of one.
+    tokens: float = 0.0
     staleness: int = 0
-    number: int = 0  # of STEP: steps of all before it; of a PUSH: its worker's, from 1
-    come: tuple[int, ...] = ()  # of CLOSE: whose contributions are absorbed
+    number: int = 0
+    come: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,40 +42,72 @@ _AXIS = "workers"
 
 
 class Learner(NamedTuple):
-    """State of one worker of `decoupled`; of all with a worker axis in front, [N]."""
+    """State of one worker of `decoupled`; of all with a worker axis in front, [N].
+
+    Attributes:
+        worker: What it holds: parameters, the state of its optimizer, the center that
+            it took, and what it summed up.
+        exchange: The memory of the code of its pushes, for each part; or ().
+        sent: Its contributions on the way, a tree like the center; () without `delay`.
+        brought: Its contributions in a meeting, a tree like the center.
+        before: The center before its last meeting, as it was answered; () if the rule
+            has no `take`.
+        after: The center after its last meeting, as it was answered.
+        weights: float32[P], for each part: the weight of what is in a meeting.
+    """
 
     worker: Worker
-    exchange: Tree  # the memory of the code of its pushes, for each part, or ()
-    sent: Tree  # its contributions on the way, like the center; () without `delay`
-    brought: Tree  # those in a meeting, like the center
-    # The center before and after its last meeting, as it was answered; before: or ().
+    exchange: Tree
+    sent: Tree
+    brought: Tree
     before: Tree
     after: Tree
-    weights: Float[Array, " parts"]  # of what is in a meeting
+    weights: Float[Array, " parts"]
 
 
 class DecoupledState(NamedTuple):
-    """State after one event of `decoupled`."""
+    """State after one event of `decoupled`.
 
-    learners: Learner  # [N, ...]
-    center: Tree  # like the parameters, float32 for half precision
-    outer: Tree  # state of the rule's outer transformation, for each part, or ()
-    params: Tree  # those of the worker of the event
+    Attributes:
+        learners: All workers, [N, ...].
+        center: A tree like the parameters, float32 for half precision.
+        outer: State of the rule's outer transformation, for each part; or ().
+        params: The parameters of the worker of the event; a CLOSE has none, and leaves
+            those of the event before it.
+    """
+
+    learners: Learner
+    center: Tree
+    outer: Tree
+    params: Tree
 
 
 class DecoupledRecord(NamedTuple):
-    """The history of T events; each array has the values after the event."""
+    """The history of T events; each array has the values after the event.
 
-    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
-    params: Tree  # those of the worker of the event, in their own dtypes
-    center: Tree  # float32 for half precision parameters
-    # NumPy, [K]: the numbers of these events in the timeline, and when they happened.
+    `record` keeps K of them.
+
+    Attributes:
+        params: [K, ...], the parameters of the worker of the event, in their own
+            dtypes; a CLOSE has none, and repeats those of the event before it. `None`
+            if `record` is a function.
+        center: [K, ...], the center, float32 for half precision parameters; `None` if
+            `record` is a function.
+        events: int32[K] of NumPy, the numbers of these events in the timeline, from 0.
+        seconds: float64[K] of NumPy, when they happened.
+        recorded: [T, ...], the result of the function `record` after each event; `None`
+            without one.
+        final: The state after the last event.
+        timeline: What happened: goodput, staleness, bytes, participation.
+    """
+
+    params: Tree
+    center: Tree
     events: np.ndarray
     seconds: np.ndarray
-    # [T, ...], the result of the function `record` after each event; None without one.
     recorded: Tree
-    final: DecoupledState  # after the last event
-    timeline: Timeline  # what happened: goodput, staleness, bytes, participation
+    final: DecoupledState
+    timeline: Timeline
 
 
 _NOT_DECOUPLED: Refused["_Run"] = (

@@ -22,35 +22,67 @@ from optx_sync.trees import Tree
 
 
 class SyncReplicasMachine(NamedTuple):
-    """State of chief, accumulators and workers after an event of `sync_replicas`."""
+    """State of chief, accumulators and workers after an event of `sync_replicas`.
+
+    Attributes:
+        params: The parameters.
+        inner: The state of `inner`.
+        averages: The moving averages, a tree like the parameters; () without
+            `variable_averages`.
+        accumulator: The sum of the gradients since the last update.
+        accumulated: int32[], the number of gradients in it.
+        global_step: int32[], updates, from `initial_global_step`.
+        local_step: int32[N], the token that each worker took last.
+        blocked: bool[N], whether each worker waits for a token.
+        tokens: The tokens in the queue: how many are of the step before, and how many
+            of the current one.
+    """
 
     params: Tree
     inner: optax.OptState
-    averages: Tree  # like the parameters, or ()
+    averages: Tree
     accumulator: Accumulator
-    accumulated: Int32[Array, ""]  # gradients in it
-    global_step: Int32[Array, ""]  # updates
-    local_step: Int32[Array, " workers"]  # the token that each worker took last
-    blocked: Bool[Array, " workers"]  # whether it waits for a token
+    accumulated: Int32[Array, ""]
+    global_step: Int32[Array, ""]
+    local_step: Int32[Array, " workers"]
+    blocked: Bool[Array, " workers"]
     tokens: Tokens
 
 
 class SyncReplicasRecord(NamedTuple):
-    """The history of T events; each array has the values after the event."""
+    """The history of T events; each array has the values after the event.
 
-    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
+    `record` keeps K of them, of N workers.
+
+    Attributes:
+        params: [K, ...], the parameters; `None` if `record` is a function.
+        averages: [K, ...], the moving averages, like the parameters; `None` without
+            `variable_averages`, or if `record` is a function.
+        blocked: bool[K, N], the workers that wait for a token; `None` if `record` is a
+            function.
+        local_step: int32[K, N], the token that each worker took last; `None` if
+            `record` is a function.
+        events: int32[K] of NumPy, the numbers of these events, from 0.
+        accepted: bool[T], whether the gradient was accumulated.
+        updated: bool[T], whether it completed an update.
+        tokens: int32[T], the number of tokens in the queue.
+        global_step: int32[T], updates, from `initial_global_step`.
+        recorded: [T, ...], the result of the function `record` after each event; `None`
+            without one.
+        final: The state after the last event.
+    """
+
     params: Tree
-    averages: Tree  # like the parameters; None without `variable_averages`
-    blocked: Any  # bool[K, N], the workers that wait for a token
-    local_step: Any  # int32[K, N], the token that each worker took last
-    events: np.ndarray  # the numbers of these events, from 0
-    accepted: Bool[Array, " events"]  # whether the gradient was accumulated
-    updated: Bool[Array, " events"]  # whether it completed an update
-    tokens: Int32[Array, " events"]  # in the queue
-    global_step: Int32[Array, " events"]  # updates, from `initial_global_step`
-    # [T, ...], the result of the function `record` after each event; None without one.
+    averages: Tree
+    blocked: Any
+    local_step: Any
+    events: np.ndarray
+    accepted: Bool[Array, " events"]
+    updated: Bool[Array, " events"]
+    tokens: Int32[Array, " events"]
+    global_step: Int32[Array, " events"]
     recorded: Tree
-    final: SyncReplicasMachine  # after the last event
+    final: SyncReplicasMachine
 
 
 def sync_replicas(
