@@ -98,7 +98,7 @@ def run(name, seed, options):
         at = rng.integers(unseen.size, len(codes) - CONTEXT, (4 * BATCH, 1))
         return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(NAMES))
 
-    now, sent = workers.start((start, tx.init(start))), [[0, 0], [0, 0]]
+    now, sent = workers.start((start, tx.init(start))), [[0.0, 0.0], [0.0, 0.0]]
     for row in oxs.audit.collectives(step, *now, batch(0)):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
         sent[far][row.conditional] += 4 * row.sent

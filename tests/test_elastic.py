@@ -275,6 +275,7 @@ def launch(folder, processes, rounds, steps):
     return scripts.launch("tests.elastic_run", folder, processes, arguments)
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_and_the_others_go_on(tmp_path):
     """Three processes; one killed in a round, and the next group is two processes."""
     children = launch(tmp_path, 3, rounds=2, steps=1)

@@ -181,7 +181,10 @@ def test_a_state_is_made_of_placeholders_too():
 HELD = re.compile(r"\.(center|accumulated|taken|sums|averages)\b.*\['")
 
 
-@pytest.mark.parametrize("dtype, held", [("bfloat16", "float32"), ("f8", "f8")])
+@pytest.mark.parametrize(
+    "dtype, held",
+    [("bfloat16", "float32"), pytest.param("f8", "f8", marks=pytest.mark.slow)],
+)
 def test_what_is_held_is_at_least_float32(dtype, held):
     """Also where JAX has double precision, and the counters remain."""
     params: Any = {name: np.ones((4, 2), jnp.dtype(dtype)) for name in "abcd"}

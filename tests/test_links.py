@@ -227,7 +227,10 @@ def test_parts_send_in_a_period_what_the_whole_sends(parts, weights):
     assert cut == pytest.approx(whole * (1 + weights / 180_000))
 
 
-@pytest.mark.parametrize("exchange", [None, oxs.exchange.quantized(bits=4)])
+@pytest.mark.parametrize(
+    "exchange",
+    [None, pytest.param(oxs.exchange.quantized(bits=4), marks=pytest.mark.slow)],
+)
 def test_what_waits_for_no_gradient_hides_behind_the_step(exchange):
     """With `overlap` a meeting's message was there when the step began."""
     asked: dict = {"gbits": 0.1, "params": [jnp.zeros(30_000)] * 4}

@@ -113,8 +113,8 @@ def message(group, shapes):
     ("group", "which", "kind"),
     [
         ("codes", "2 x 4", "Auto"),
-        ("codes", "2 x 2 x 2", "Explicit"),
-        ("robust", "2 x 4", "Explicit"),
+        pytest.param("codes", "2 x 2 x 2", "Explicit", marks=pytest.mark.slow),
+        pytest.param("robust", "2 x 4", "Explicit", marks=pytest.mark.slow),
         ("robust", "2 x 2 x 2", "Auto"),
     ],
 )
@@ -216,9 +216,9 @@ COLUMNS, ROWS = P(None, "a"), P("a")
     ("fragments", "embed", "period", "overlap"),
     [
         (4, COLUMNS, 4, True),  # no part has rows of all leaves
-        (2, ROWS, 4, True),
+        pytest.param(2, ROWS, 4, True, marks=pytest.mark.slow),
         (oxs.rules.strided(2), ROWS, 2, True),  # 18 rows, which four cannot divide
-        (oxs.rules.strided(2), ROWS, 4, False),
+        pytest.param(oxs.rules.strided(2), ROWS, 4, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_part_travels_in_shards(fragments, embed, period, overlap):

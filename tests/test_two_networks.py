@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 AXIS, N = "workers", 2
 TX = oxs.diloco(optax.sgd(0.1), AXIS, communication_period=2)
@@ -105,3 +106,16 @@ def test_objects_of_nnx():
     gen, disc = workers.center(state)
     assert gen.k.shape == (3,) and disc.k.shape == (2, 2)
     assert jax.tree.leaves(nnx.state(disc))[0][0, 0] == 2
+
+
+def test_specs_are_those_of_each_network():
+    mesh = mesh_of({AXIS: 2, "parts": 4})
+    specs = {"k": jax.P("parts"), "d": jax.P(None, "parts")}
+    workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+    tx = oxs.diloco(optax.adam(0.1), AXIS, exchange=oxs.exchange.quantized())
+    nets = {"gen": {"k": jnp.ones((8, 3))}, "disc": {"d": jnp.ones((4, 8))}}
+    state = workers.start({name: (net, tx.init(net)) for name, net in nets.items()})
+    for name, (params, opt_state) in state.items():
+        (leaf,) = nets[name]
+        placed = params[leaf].sharding.spec, opt_state.center[leaf].sharding.spec
+        assert placed == (jax.P(AXIS, *specs[leaf]), specs[leaf]), name

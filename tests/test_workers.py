@@ -70,8 +70,14 @@ def train(number, mesh, params):
 simulated = functools.cache(lambda workers: train(workers, None, PARAMS)[0])
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("workers", [8, 2])
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [(8, "Explicit"), (2, "Auto")]
+    + [
+        pytest.param(n, kind, marks=pytest.mark.slow)
+        for n, kind in ((8, "Auto"), (2, "Explicit"))
+    ],
+)
 def test_one_program_has_the_same_numbers(workers, kind):
     mesh = mesh_of({AXIS: 8} if workers == 8 else {AXIS: 2, "fsdp": 4}, kind)
     params: Any = PARAMS

@@ -69,6 +69,16 @@ def held(form: Form) -> list[Held]:
     return _belonging(form, lambda node: (fields.center_of(node) or ((), ()))[1])
 
 
+def known(form: Form, leaves: Sequence[Leaf]) -> dict[Names, Leaf]:
+    """The parameters of a state by their names; of several centers those of each."""
+    numbered = form.bare(range(len(leaves)))
+    if len(centers(numbered)) < 2:
+        return params(form.bare(leaf.x for leaf in leaves), leaves)
+    numbers = (one.tree(range(len(leaves))) for one in held(form))
+    pairs = itertools.chain(*map(jax.tree_util.tree_leaves_with_path, numbers))
+    return {names_of(path): leaves[place] for path, place in pairs}
+
+
 def copied(form: Form) -> list[Held]:
     """For each copy of parameters in a state, these; in the order of `copies`."""
     return _belonging(form, fields.copy_of, fields.has_copy)

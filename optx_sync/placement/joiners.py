@@ -5,7 +5,7 @@ Of a replay buffer or an environment no mean of others is one: who resizes gives
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from optx_sync.placement import held
 from optx_sync.placement.leaves import is_key, leaves_of
 from optx_sync.trees import Tree, names_of, path_name
 
-# "mean", "first", one worker's state, or a function of a worker's number that returns
-# one; `None` where no worker joins.
-Given: TypeAlias = Tree | Callable[[int], Any] | None
+# Where no worker joins, `None`; else one worker's state, or a function of a worker's
+# number that returns one.
+Given: TypeAlias = Literal["mean", "first"] | Tree | Callable[[int], Tree] | None
 
 
 def fill(form: Form, before: Sequence[Tree], after: list[Tree], joiners: Given) -> None:
@@ -31,7 +31,7 @@ def fill(form: Form, before: Sequence[Tree], after: list[Tree], joiners: Given) 
     asked = [place for place, part in parts.items() if part in changed]
     if not asked or (isinstance(joiners, str) and joiners in ("mean", "first")):
         return
-    paths = form.paths()
+    paths, given = form.paths(), _function(joiners)
     if joiners is None:
         raise ValueError(
             f"The state {path_name(paths[asked[0]])} is no optimizer's and differs "
@@ -41,8 +41,7 @@ def fill(form: Form, before: Sequence[Tree], after: list[Tree], joiners: Given) 
         )
     joined: list[list[Tree]] = []
     for worker in range(*(len(x[asked[0]]) for x in (before, after))):
-        one = joiners(worker) if forms.is_function(joiners) else joiners
-        own, arrays = forms.split(forms.with_arrays(one))
+        own, arrays = forms.split(forms.with_arrays(given(worker)))
         if own != form:
             raise ValueError(
                 "joiners gives a state of another form than that of the workers: "
@@ -61,6 +60,10 @@ def fill(form: Form, before: Sequence[Tree], after: list[Tree], joiners: Given) 
             )
         rows = [jnp.broadcast_to(new, inside).astype(x.dtype) for new in news]
         after[place] = jnp.concatenate([old, jnp.stack(rows)])
+
+
+def _function(joiners: Any) -> Callable[[int], Tree]:
+    return joiners if forms.is_function(joiners) else lambda _: joiners
 
 
 def _beside(form: Form) -> dict[int, Names]:

@@ -167,7 +167,7 @@ class Layout(NamedTuple):
             tree = form.bare(arrays)
             known = {
                 name: (x, shards.spec_of(self.specs, name, jnp.shape(x), mesh.shape))
-                for name, (_, x, *_) in held.params(tree, leaves).items()
+                for name, (_, x, *_) in held.known(form, leaves).items()
             }
             specs = specs_like(tree, known, mesh.shape)
             specs = form.pick(jax.tree.structure(tree).unflatten(specs))
@@ -184,11 +184,9 @@ class Layout(NamedTuple):
 
     def check_specs(self, form: Form, arrays: Arrays) -> None:
         """Refuse specs that have the name of no parameter in a wrapper's state."""
-        leaves, state = held.leaves(form, arrays), form.bare(arrays)
-        trained = any(leaf.levels for leaf in leaves) and held.outside(
-            form.bare(range(len(arrays)))
-        )
-        names = held.params(state, leaves)
+        leaves, numbered = held.leaves(form, arrays), form.bare(range(len(arrays)))
+        trained = any(leaf.levels for leaf in leaves) and held.outside(numbered)
+        names = held.known(form, leaves)
         starts = [start for start, _ in self.specs or ()]
         if trained and starts and not shards.named(starts, names):
             raise ValueError(

@@ -198,7 +198,11 @@ def rosenbrock(params, x):
     return jnp.mean((params["a"] - x) ** 2 + (params["b"] - params["a"] ** 2) ** 2)
 
 
-@pytest.mark.parametrize("context", ["vmap", "shard_map", "shard_map_unchecked"])
+@pytest.mark.parametrize(
+    "context",
+    ["vmap", "shard_map"]
+    + [pytest.param("shard_map_unchecked", marks=pytest.mark.slow)],
+)
 def test_a_line_search_takes_the_steps_of_one_device(context):
     data = jnp.asarray(np.random.default_rng(0).normal(size=(N, 5)), jnp.float32)
     start = {"a": jnp.float32(3.0), "b": jnp.float32(-2.0)}

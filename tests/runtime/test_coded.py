@@ -194,7 +194,11 @@ def lacking(worker: Any, server):
     return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(far))
 
 
-@pytest.mark.parametrize("name", ["8 bit", "top-k", "2 bit", "rotated"])
+@pytest.mark.parametrize(
+    "name",
+    ["8 bit", "2 bit"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("top-k", "rotated")],
+)
 def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
     """Two workers, one of them twice as fast, in parts that travel for a step."""
     pulls, inner = CODES[name][0], optax.sgd(0.05)
