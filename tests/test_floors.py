@@ -148,6 +148,37 @@ def test_imports_lead_down(name):
     assert wrong == []
 
 
+# The files that an algorithm runs, by way of what they import; it may lose some.
+ALGORITHMS = {
+    "center/rules/local_sgd": 34,
+    "center/rules/diloco": 34,
+    "center/rules/agn": 34,
+    "center/rules/elastic_average": 34,
+    "replicas/cross_shard": 27,
+    "replicas/sync_replicas": 27,
+    "peers/gossip": 39,
+}
+# Who starts, resizes and restores workers, and who runs them otherwise.
+NO_STEP_NEEDS = files(
+    "placement/: resize joiners layout workers front/: workers step checkpoints "
+    "simulate/: engine clock runtime/: worker server"
+) | {"by_hand", "elastic", "fingerprints"}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_imports_what_its_step_runs(algorithm):
+    waiting, found = [algorithm], set()
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        body = ast.Module(ast.parse(FILES[name].read_text()).body, [])
+        body.body = [x for x in body.body if isinstance(x, ast.Import | ast.ImportFrom)]
+        ours = (dotted for _, dotted in imported(body) if dotted[:10] == "optx_sync.")
+        waiting += {own_file(dotted) for dotted in ours} - found
+    assert NO_STEP_NEEDS <= set(FILES) and not NO_STEP_NEEDS & found
+    assert len(found) <= ALGORITHMS[algorithm], sorted(found)
+
+
 def test_optional_libraries_are_imported_by_the_files_that_are_for_them():
     wrong = []
     for name, tree in trees().items():

@@ -418,6 +418,8 @@ class Workers:
     def metrics(self, state: Tree) -> Any:
         """Metrics of a state for a log, as from `oxs.metrics`, distances included.
 
+        Of several networks each has its own: `workers.metrics(state["critic"])`.
+
         Example:
             >>> import jax.numpy as jnp, optax
             >>> import optx_sync as oxs
