@@ -42,7 +42,7 @@ from optx_sync.center.round import (
     begun,
     in_turn,
 )
-from optx_sync.center.state import CenterState, How
+from optx_sync.center.state import CenterState, Facts
 from optx_sync.center.turns import QUIET, Turns
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import (
@@ -269,7 +269,7 @@ class Lockstep(NamedTuple):
                 **measured,
             ),
             inner=own(inner),
-            how=How(
+            how=Facts(
                 sums=fact(rule.mean_over is None),
                 takes=fact(rule.take is not None),
                 alone=fact(axis_name is ALONE),

@@ -63,7 +63,7 @@ class CenterMetrics(NamedTuple):
     fragment_ages: Int32[Array, " parts"] | None
 
 
-class How(NamedTuple):
+class Facts(NamedTuple):
     """How a center rule's state was made: what its fields mean depends on it."""
 
     sums: fields.Fact  # contributions are summed, and what exchanges remember, too
@@ -93,7 +93,7 @@ def _is_under_way(state: "CenterState") -> bool:
     return _has_parts(state) or not isinstance(state.waits, tuple)
 
 
-def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
+def _kinds_of(state: "CenterState") -> dict[str, fields.FieldKind]:
     """The kind of each field but `how`."""
     how, under_way = state.how, _is_under_way(state)
     keeps = how.takes or under_way  # workers keep their parameters
@@ -115,7 +115,7 @@ def _kinds_of(state: "CenterState") -> dict[str, fields.Kind]:
     }
 
 
-def _kind_of(name: str, state: "CenterState") -> fields.Kind:
+def _kind_of(name: str, state: "CenterState") -> fields.FieldKind:
     """The kind of a field of workers, which for one alone is as its parameters are."""
     kind = _kinds_of(state)[name]
     return kind.like_params if state.how.alone else kind
@@ -166,7 +166,7 @@ class CenterState(NamedTuple):
     exchange: Tree
     info: SharedInfo
     inner: optax.OptState
-    how: How
+    how: Facts
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""

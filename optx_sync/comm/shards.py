@@ -43,20 +43,20 @@ Specs: TypeAlias = tuple[tuple[Names, PartitionSpec], ...]
 Named: TypeAlias = Mapping[Names, tuple[Any, Any]]
 
 
-class _Known(NamedTuple):
+class _KnownSpecs(NamedTuple):
     """How a worker is sharded, as known while it is traced."""
 
     specs: Specs | None = None
     inside: tuple[str, ...] = ()  # inside `in_shards`: the axes of the shards
 
 
-_context = jax.make_user_context(default_value=_Known())
+_context = jax.make_user_context(default_value=_KnownSpecs())
 
 
 def with_specs(specs: Specs | None) -> Any:
     """A context in which workers have these specs; `None` keeps the current ones."""
-    now: _Known = _context.value
-    return _context(now if specs is None else _Known(specs))
+    now: _KnownSpecs = _context.value
+    return _context(now if specs is None else _KnownSpecs(specs))
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ def in_shards(
 
     def inside(*args):
         args = jax.tree.map(lambda x: vary(x, untyped), args)
-        with _context(_Known(inside=shards.axes)):
+        with _context(_KnownSpecs(inside=shards.axes)):
             return fun(*args)
 
     mapped = jax.shard_map(

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.exchange.contract import Exchange, Scalars
-from optx_sync.exchange.landing import Brought, Lands
+from optx_sync.exchange.landing import Contribution, Lands
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
 from optx_sync.trees import Tree, is_slices
 
@@ -65,7 +65,7 @@ def agree(
         )
     elif summed and not alike:
         own = {"contributors": (jnp.asarray(weight) > 0).astype(jnp.float32)}
-    met = landing.meet(exchange, Brought(tree, memory, weight, own, square))
+    met = landing.meet(exchange, Contribution(tree, memory, weight, own, square))
     if square is not None:
         measured = measure_of(measured, met.also, met.weight, batch_size)
     info = info._replace(measured=measured)

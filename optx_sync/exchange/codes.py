@@ -25,7 +25,7 @@ There: TypeAlias = Bool[Array, "pieces blocks block"]
 Made: TypeAlias = tuple[Codes, Scales]
 
 
-class Kind(NamedTuple):
+class CodeKind(NamedTuple):
     """A kind of codes."""
 
     bits: tuple[int, ...]  # how many a code may have
@@ -126,6 +126,6 @@ def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
 
 
 KINDS = {
-    "linear": Kind((2, 3, 4, 8), _linear, _read_linear),
-    "lloyd": Kind((1, 2, 3, 4), _lloyd, _read_lloyd),
+    "linear": CodeKind((2, 3, 4, 8), _linear, _read_linear),
+    "lloyd": CodeKind((1, 2, 3, 4), _lloyd, _read_lloyd),
 }

@@ -31,7 +31,7 @@ from optx_sync.programs import Elementwise, on_pieces
 from optx_sync.trees import Tree
 
 
-class Brought(NamedTuple):
+class Contribution(NamedTuple):
     """What a replica brings to a meeting."""
 
     tree: Tree
@@ -51,7 +51,7 @@ class Lands(Protocol):
         """The mapped axis of the replicas."""
         ...
 
-    def meet(self, exchange: Exchange, own: Brought) -> Met:
+    def meet(self, exchange: Exchange, own: Contribution) -> Met:
         """A meeting of all replicas, whose mean is this replica's share."""
         ...
 
@@ -72,7 +72,7 @@ class Landing:
         """The landing for trees like this one; refuses what does not fit it."""
         return self
 
-    def meet(self, exchange: Exchange, own: Brought) -> Met:
+    def meet(self, exchange: Exchange, own: Contribution) -> Met:
         """A meeting of all replicas, whose mean is this replica's share."""
         groups: Any = {"group_assignment": self.group_assignment}
         met = exchange.meet(
@@ -125,7 +125,7 @@ class Pieces(Landing):
         check_pieces(state, self.inner.init, like, self.axis_name)
         return dataclasses.replace(self, like=like)
 
-    def meet(self, exchange: Exchange, own: Brought) -> Met:
+    def meet(self, exchange: Exchange, own: Contribution) -> Met:
         """The first half of the exchange, and one sum of scalars."""
         axis_name = self.axis_name
         scatter: Any = exchange.scatter  # there is one, as the wrapper has checked

@@ -22,7 +22,7 @@ from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.trees import Tree, is_inexact, path_name, where
 
 
-class History(NamedTuple):
+class NormHistory(NamedTuple):
     """What a worker remembers of the norms of one group of leaves."""
 
     rounds: Int32[Array, ""]  # how many norms it has seen
@@ -36,12 +36,12 @@ class History(NamedTuple):
 class PenalizedState(NamedTuple):
     """State of `penalized`, each replica's own."""
 
-    histories: dict[str, History]  # by group
+    histories: dict[str, NormHistory]  # by group
     outlier: Bool[Array, ""]  # whether the last meeting left a group of it out
     exchange: Tree  # the state of the exchange inside
 
 
-class _Options(NamedTuple):
+class _PenalizedOptions(NamedTuple):
     exchange: Exchange
     groups: Callable[[str], str] | None
     warmup: int
@@ -141,13 +141,13 @@ def penalized(
     )
     if clip is not None:
         interval("(0, inf)", "Pass for example 10.0, or None.", clip=clip)
-    options = _Options(exchange, groups, warmup, rate, limit)
+    options = _PenalizedOptions(exchange, groups, warmup, rate, limit)
     refuse(options, _REFUSED)
 
     def init(tree):
         def start():  # each in a buffer of its own, so that all can be donated
             three = [jnp.zeros((), jnp.float32) for _ in range(3)]
-            return History(jnp.zeros((), jnp.int32), *three)
+            return NormHistory(jnp.zeros((), jnp.int32), *three)
 
         histories = {name: start() for name in _members(tree, groups)}
         return PenalizedState(histories, jnp.zeros((), bool), exchange.init(tree))
@@ -201,7 +201,7 @@ def penalized(
     )
 
 
-_REFUSED: Refused[_Options] = (
+_REFUSED: Refused[_PenalizedOptions] = (
     (
         lambda o: not o.exchange.takes_weights,
         "penalized gives each replica a weight of its own, and exchange= counts all "
@@ -247,8 +247,8 @@ def _scaled(
 
 
 def _judge(
-    norm: Number, history: History, options: _Options
-) -> tuple[Bool[Array, ""], History]:
+    norm: Number, history: NormHistory, options: _PenalizedOptions
+) -> tuple[Bool[Array, ""], NormHistory]:
     """(whether a norm is an outlier, the history with it)."""
     rounds, mean, variance, spread = history
     rate, limit = (jnp.asarray(x, norm.dtype) for x in (options.rate, options.limit))
@@ -262,7 +262,7 @@ def _judge(
     moved = jnp.where(rounds == 0, seen, mean + rate * apart)
     variance = (1 - rate) * (variance + rate * apart * (seen - moved))
     spread += rate * (jnp.square(jnp.clip(z, -most, most)) - spread)
-    new = History(rounds + 1, moved, variance, spread)
+    new = NormHistory(rounds + 1, moved, variance, spread)
     return out, where(jnp.isfinite(norm) & jnp.isfinite(variance), new, history)
 
 

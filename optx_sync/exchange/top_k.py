@@ -88,7 +88,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     """
     k = integer("k", k, "The default is 32.")
     chunk = integer("chunk", chunk, "The default is 4096.")
-    coder = _Coder(k, chunk, bits)
+    coder = _LargestCoder(k, chunk, bits)
     refuse(coder, _REFUSED)
 
     def meet_buffers(whole, weight, axis_name):
@@ -125,7 +125,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     return joined("top_k", meet_buffers, Code(encode, decode), BUCKET_BYTES)
 
 
-class _Coder(NamedTuple):
+class _LargestCoder(NamedTuple):
     """How the largest numbers become positions and values, and how these are read."""
 
     k: int
@@ -169,7 +169,7 @@ class _Coder(NamedTuple):
         return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 
-_REFUSED: Refused[_Coder] = (
+_REFUSED: Refused[_LargestCoder] = (
     (
         lambda coder: coder.k > coder.chunk,
         "k numbers of each chunk are sent, so k can be at most chunk; got k={0.k} and "

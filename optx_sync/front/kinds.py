@@ -56,7 +56,7 @@ class Rule(NamedTuple):
         return Counters(*found, *[()] * (len(Counters._fields) - len(found)))
 
 
-class Asked:
+class KindsAsked:
     """What the rules of one traced step have asked, and what they were told.
 
     Attributes:

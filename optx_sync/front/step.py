@@ -18,7 +18,7 @@ from optx_sync import forms
 from optx_sync.center.turns import QUIET, Counters
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError, names_of_axes
-from optx_sync.front.kinds import Asked, Counted, Kinds, Rule
+from optx_sync.front.kinds import Counted, Kinds, KindsAsked, Rule
 from optx_sync.placement import fields, held
 from optx_sync.placement.layout import Arrays, Layout, marks, new_value, strong
 from optx_sync.placement.leaves import Mark, is_key, is_raw_key
@@ -27,7 +27,7 @@ from optx_sync.trees import KeyPath, Tree, check_arrays, path_name
 
 
 @jax.tree_util.register_static
-class How(enum.Enum):
+class Returned(enum.Enum):
     """How a step returned its state; it has no leaf, the structure carries it."""
 
     ALONE = "as its only result"
@@ -101,14 +101,14 @@ class Step:
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
         state = parts.call.state.update(given, new, parts.variables)
-        if how is How.IN_PLACE:
+        if how is Returned.IN_PLACE:
             return others
-        return state[0] if how is How.ALONE else (*state, *others)
+        return state[0] if how is Returned.ALONE else (*state, *others)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
         parts = self._take_apart(args, kwargs)
-        return self._lowered(self._program(parts.call, Asked()), parts)
+        return self._lowered(self._program(parts.call, KindsAsked()), parts)
 
     def lower_kinds(self, *args: Tree, **kwargs: Tree) -> dict[Kinds, Any]:
         """The program of each kind of step, lowered for these arguments.
@@ -186,7 +186,7 @@ class Step:
         call = parts.call
         if call not in self.rules:
             self._check_batches(parts)
-            asked = Asked()
+            asked = KindsAsked()
             program = self._program(call, asked)
             program.trace(parts.arrays, parts.batches)
             self.rules[call] = asked.rules
@@ -211,10 +211,10 @@ class Step:
         program = self.programs.get((call, kind))
         if program is None:
             told = {rule.places: one for rule, one in zip(rules, kind, strict=True)}
-            program = self.programs[call, kind] = self._program(call, Asked(told))
+            program = self.programs[call, kind] = self._program(call, KindsAsked(told))
         return program
 
-    def _program(self, call: _Call, asked: Asked) -> Any:
+    def _program(self, call: _Call, asked: KindsAsked) -> Any:
         """The step of all workers for calls of this kind, not yet compiled."""
         run = functools.partial(self._run, call, asked)
         return jax.jit(run, donate_argnums=(0,) if self.donate else ())
@@ -231,8 +231,8 @@ class Step:
                 )
 
     def _run(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
-    ) -> tuple[Arrays, Tree, How]:
+        self, call: _Call, asked: KindsAsked, arrays: Arrays, batches: Arrays
+    ) -> tuple[Arrays, Tree, Returned]:
         """The step of all workers, on arrays."""
         layout, form = self.layout(), call.state
         whose = f"{self.name} with state={self.state}"
@@ -379,8 +379,8 @@ class Step:
         return x.reshape(*layout.sizes, rows // number, *shape[1:]), 0
 
     def _one_worker(
-        self, call: _Call, asked: Asked, arrays: Arrays, batches: Arrays
-    ) -> tuple[Arrays, Tree, How]:
+        self, call: _Call, asked: KindsAsked, arrays: Arrays, batches: Arrays
+    ) -> tuple[Arrays, Tree, Returned]:
         """One worker's step: (the new state's arrays, the other results, how)."""
         given = call.state.merge(arrays)
         rest = call.batches.merge(batches)
@@ -430,15 +430,15 @@ class Step:
 
     def _sort(
         self, form: forms.Form, given: Sequence[Tree], results: Tree
-    ) -> tuple[Arrays, Tree, How]:
+    ) -> tuple[Arrays, Tree, Returned]:
         """(the arrays of the state that came back, the other results, how)."""
         listed = results if type(results) is tuple else (results,)
-        ways: dict[How, tuple[Tree, Tree]] = {
-            How.ALONE: ((results,), ()),
-            How.FIRST: (listed[: self.state], listed[self.state :]),
+        ways: dict[Returned, tuple[Tree, Tree]] = {
+            Returned.ALONE: ((results,), ()),
+            Returned.FIRST: (listed[: self.state], listed[self.state :]),
         }
         if all(map(forms.is_object, given)):
-            ways[How.IN_PLACE] = given, results
+            ways[Returned.IN_PLACE] = given, results
             kinds = zip(form.paths(), form.variables(), strict=True)
             if lost := [path for path, kind in kinds if kind is None]:
                 raise ValueError(

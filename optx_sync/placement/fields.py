@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from optx_sync.trees import Tree
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """Which workers share a field, and what `resize` makes of it."""
 
     # Shared by: every worker, the workers of this axis, replicas with equal parameters,
@@ -66,35 +66,35 @@ class Kind(NamedTuple):
         return self.lands in ("joiners", "everyone")
 
     @property
-    def not_a_slot(self) -> "Kind":
+    def not_a_slot(self) -> "FieldKind":
         """The same kind for a field that `slot` and `slot_names` do not show."""
         return self._replace(slots=False)
 
     @property
-    def like_params(self) -> "Kind":
+    def like_params(self) -> "FieldKind":
         """The kind of such a field where it is equal wherever the parameters are."""
         lands = "joiners" if self.is_center else None
-        return Kind("params", slots=self.slots, lands=lands)
+        return FieldKind("params", slots=self.slots, lands=lands)
 
 
-COUNTER = Kind("all levels").not_a_slot
-FACT = Kind("all levels").not_a_slot  # a `Fact`
-SHARED = Kind("level")
-SHARED_ANEW = Kind("level", "anew")
-LIKE_PARAMS = Kind("params")
-OWN = Kind("own")
-OWN_COUNT = Kind("own", "from 0").not_a_slot
-OWN_SUM = Kind("own", "from 0")
-ANEW = Kind("own", "anew")
+COUNTER = FieldKind("all levels").not_a_slot
+FACT = FieldKind("all levels").not_a_slot  # a `Fact`
+SHARED = FieldKind("level")
+SHARED_ANEW = FieldKind("level", "anew")
+LIKE_PARAMS = FieldKind("params")
+OWN = FieldKind("own")
+OWN_COUNT = FieldKind("own", "from 0").not_a_slot
+OWN_SUM = FieldKind("own", "from 0")
+ANEW = FieldKind("own", "anew")
 # The field `info`; the fields in it have kinds of their own.
-INFO = Kind("own").not_a_slot
+INFO = FieldKind("own").not_a_slot
 # The memory of an exchange whose contributions are added up; `OWN` if averaged.
-OF_SUMS = Kind("own", added=True)
-OWED = Kind("own", "owed")
+OF_SUMS = FieldKind("own", added=True)
+OWED = FieldKind("own", "owed")
 # Copies of the parameters, computed from the updated ones.
-COPIES = Kind("params", lands="nobody")
-CENTER = Kind("level", lands="joiners")
-TAKEN_CENTER = Kind("level", lands="everyone")
+COPIES = FieldKind("params", lands="nobody")
+CENTER = FieldKind("level", lands="joiners")
+TAKEN_CENTER = FieldKind("level", lands="everyone")
 
 
 class Yes(NamedTuple):
@@ -120,7 +120,7 @@ def fact(holds: bool) -> Fact:
 
 
 # A kind, or a function that returns it for a state.
-Table: TypeAlias = Mapping[str, Kind | Callable[[Tree], Kind]]
+Table: TypeAlias = Mapping[str, FieldKind | Callable[[Tree], FieldKind]]
 
 
 State = TypeVar("State")
@@ -138,7 +138,7 @@ class Declares(Protocol):
 
 
 def declare(
-    **kinds: Kind | Callable[[Tree], Kind],
+    **kinds: FieldKind | Callable[[Tree], FieldKind],
 ) -> Callable[[type[State]], type[State]]:
     """Decorate a state's class with the kind of each field; bases' tables are kept."""
 
@@ -166,13 +166,13 @@ def _lies_as_params(state: Declares) -> bool:
     return all(kind.whose == "params" for kind in kinds if kind is not FACT)
 
 
-def kind_of(state: Declares, name: str) -> Kind:
+def kind_of(state: Declares, name: str) -> FieldKind:
     """The kind of a field."""
     kind = state.field_kinds[name]
-    return kind if isinstance(kind, Kind) else kind(state)
+    return kind if isinstance(kind, FieldKind) else kind(state)
 
 
-def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Tree]]:
+def fields_of(state: Declares) -> Iterator[tuple[str, FieldKind, Tree]]:
     """(name, kind, value) of every field; those of `info` in place of `info`."""
     for name, value in state._asdict().items():
         if kind_of(state, name) is INFO and value:
@@ -186,7 +186,7 @@ def nodes_of(tree: Tree, is_node: Callable[[Tree], bool] = declares) -> list[Tre
     return [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
 
 
-def center_of(state: Declares) -> tuple[Kind, Tree] | None:
+def center_of(state: Declares) -> tuple[FieldKind, Tree] | None:
     """(kind, value) of the field from which workers start, if there is one."""
     for _, kind, value in fields_of(state):
         if kind.is_center:

@@ -23,7 +23,7 @@ from optx_sync.trees import Tree, is_masked, names_of
 _PACKAGE = __name__.split(".")[0]
 
 
-class Held(NamedTuple):
+class HeldParameters(NamedTuple):
     """Where the parameters of one center stand."""
 
     treedef: Structure  # of the center, where masked nodes are leaves
@@ -64,7 +64,7 @@ def params(state: Tree, leaves: Iterable[Leaf]) -> dict[Names, Leaf]:
     }
 
 
-def held(form: Form) -> list[Held]:
+def held(form: Form) -> list[HeldParameters]:
     """For each center in a state, the parameters that belong to it."""
     return _belonging(form, lambda node: (fields.center_of(node) or ((), ()))[1])
 
@@ -79,7 +79,7 @@ def known(form: Form, leaves: Sequence[Leaf]) -> dict[Names, Leaf]:
     return {names_of(path): leaves[place] for path, place in pairs}
 
 
-def copied(form: Form) -> list[Held]:
+def copied(form: Form) -> list[HeldParameters]:
     """For each copy of parameters in a state, these; in the order of `copies`."""
     return _belonging(form, fields.copy_of, fields.has_copy)
 
@@ -93,7 +93,7 @@ def _belonging(
     form: Form,
     copy_of: Callable[[Tree], Tree],
     is_node: Callable[[Tree], bool] = fields.has_center,
-) -> list[Held]:
+) -> list[HeldParameters]:
     """For each of the outermost states of a kind, the parameters of its copy."""
     numbers = range(len(form.paths()))
     state, found = form.bare(numbers), []
@@ -107,7 +107,7 @@ def _belonging(
         first = min(jax.tree.leaves(node))
         start = _nearest(own, names_of(at), first, [x for x in wanted if x is not None])
         places = [None if name is None else own[start + name] for name in wanted]
-        found.append(Held(treedef, places))
+        found.append(HeldParameters(treedef, places))
     return found
 
 

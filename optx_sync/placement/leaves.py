@@ -30,7 +30,7 @@ class Field(NamedTuple):
 
     node: Tree
     name: str
-    kind: fields.Kind | None  # by the table of the state; `None` where there is none
+    kind: fields.FieldKind | None  # `None` where the state has no table
     level: bool  # whether the node is a level of workers
 
 
@@ -50,12 +50,12 @@ class Leaf(NamedTuple):
     size: int | None = None
 
     @property
-    def kinds(self) -> list[fields.Kind]:
+    def kinds(self) -> list[fields.FieldKind]:
         """The kinds of the fields that hold it."""
         return [field.kind for field in self.around if field.kind]
 
     @property
-    def levels(self) -> list[fields.Kind]:
+    def levels(self) -> list[fields.FieldKind]:
         """The kinds of those that belong to a level of workers."""
         return [field.kind for field in self.around if field.kind and field.level]
 

@@ -118,7 +118,9 @@ class Resize(NamedTuple):
                 return self._array(kind._replace(added=added), x, fresh)
         return self._array(fields.OWN, x, fresh)
 
-    def _array(self, kind: fields.Kind, x: Numbers, fresh: Numbers = None) -> Numbers:
+    def _array(
+        self, kind: fields.FieldKind, x: Numbers, fresh: Numbers = None
+    ) -> Numbers:
         """Resize one array of this kind."""
         kept, joiner = x[: self.n], x[0]
         if is_key(x):  # which have no mean
@@ -243,7 +245,7 @@ def _say(lost: list[tuple[str, str]], strict: bool) -> None:
     warnings.warn(message, stacklevel=users_level())
 
 
-def _at_center(new: Tree, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
+def _at_center(new: Tree, params: Tree, kind: fields.FieldKind, center: Tree) -> Tree:
     """New parameters `[n, ...]`, with joiners, or all workers, at the center."""
 
     def place(c, x, before):

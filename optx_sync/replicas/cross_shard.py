@@ -21,7 +21,7 @@ from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
 from optx_sync.programs import Elementwise
 from optx_sync.replicas import owners
-from optx_sync.replicas.landing import Leaves
+from optx_sync.replicas.landing import OwnedLanding
 from optx_sync.step import refuse_unread, take_weight
 from optx_sync.trees import Tree
 
@@ -352,7 +352,9 @@ def _landing(options: _Options) -> Landing:
         f"1.0), oxs.cross_shard(inner, {axis_name!r}, grads='averaged', {option}))"
     )
     if options.leaves:
-        return Leaves(axis_name, leaves=owners.Leaves(inner, axes, option, around))
+        return OwnedLanding(
+            axis_name, leaves=owners.Leaves(inner, axes, option, around)
+        )
     check = Elementwise(inner, axes, option, around=around)
     size = options.exchange.bucket_bytes
     return Pieces(axis_name, inner, elementwise=check, bucket_bytes=size)

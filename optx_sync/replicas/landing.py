@@ -11,7 +11,7 @@ from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
 from optx_sync.exchange import landing, pieces
 from optx_sync.exchange.contract import Exchange, Met
-from optx_sync.exchange.landing import Brought, Landing
+from optx_sync.exchange.landing import Contribution, Landing
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.trees import Tree
@@ -31,11 +31,11 @@ class OwnedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaves(Landing):
+class OwnedLanding(Landing):
     """Whole leaves on their owners; those that `inner` treats by numbers, in pieces."""
 
     leaves: Any = None  # the `owners.Leaves` of `inner`
-    plan: Any = None  # an `owners.Plan`
+    plan: Any = None  # an `owners.OwnersPlan`
     full: Tree = None  # the whole arrays, as the plan cuts them, padded
 
     def init(self, params: Tree) -> Tree:
@@ -65,7 +65,7 @@ class Leaves(Landing):
         )
         return dataclasses.replace(self, plan=plan, full=_padded(tree, self.axis_name))
 
-    def meet(self, exchange: Exchange, own: Brought) -> Met:
+    def meet(self, exchange: Exchange, own: Contribution) -> Met:
         """The first half of the exchange; nothing is measured."""
         padded = _padded(self.plan.cut(own.tree), self.axis_name)
         scatter: Any = exchange.scatter  # there is one, as the wrapper has checked

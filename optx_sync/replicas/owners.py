@@ -22,7 +22,7 @@ from optx_sync.trees import Tree, cast_like, path_name
 _MASKED = optax.MaskedNode()
 
 
-class Group(NamedTuple):
+class AlikeLeaves(NamedTuple):
     """Leaves that are owned whole, by their numbers in the tree."""
 
     name: str  # the path of the first one
@@ -30,11 +30,11 @@ class Group(NamedTuple):
     own: frozenset[str]  # the names of the state that each leaf has of its own
 
 
-class Plan(NamedTuple):
+class OwnersPlan(NamedTuple):
     """Which leaves are owned whole, and which lie in pieces."""
 
     treedef: Any
-    groups: tuple[Group, ...]
+    groups: tuple[AlikeLeaves, ...]
 
     def cut(self, tree: Tree) -> tuple[Tree, list[jax.Array]]:
         """(the tree without what is owned whole, a stack `[K, ...]` of each group)."""
@@ -74,7 +74,7 @@ class Leaves(NamedTuple):
     option: str
     around: str
 
-    def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
+    def plan(self, params: Tree, names: set[str] | None = None) -> OwnersPlan:
         """Which leaves are owned whole: those not elementwise, or those of `names`.
 
         Raises:
@@ -91,7 +91,7 @@ class Leaves(NamedTuple):
                 label = x.shape, x.dtype, read.kinds[place]
                 alike.setdefault(label, []).append(place)
         groups = [
-            Group(path_name(pairs[first][0]), (first, *others), read.own[first])
+            AlikeLeaves(path_name(pairs[first][0]), (first, *others), read.own[first])
             for first, *others in alike.values()
         ]
 
@@ -101,9 +101,9 @@ class Leaves(NamedTuple):
                 return group.name in names
             return self._is_whole(treedef, place, shapes[place], read, values)
 
-        return Plan(treedef, tuple(filter(is_whole, groups)))
+        return OwnersPlan(treedef, tuple(filter(is_whole, groups)))
 
-    def init(self, plan: Plan, rest: Tree, stacks: list[Any]) -> Owned:
+    def init(self, plan: OwnersPlan, rest: Tree, stacks: list[Any]) -> Owned:
         """The state of pieces, and of the leaves of stacks `[J, ...]`."""
         found = {}
         for group, stack in zip(plan.groups, stacks, strict=True):
@@ -118,7 +118,7 @@ class Leaves(NamedTuple):
 
     def update(
         self,
-        plan: Plan,
+        plan: OwnersPlan,
         grads: tuple[Tree, list[Any]],
         state: tuple[Owned, list[Any]],
         params: tuple[Tree, list[Any]] | None,
@@ -222,7 +222,9 @@ def padded(stack: jax.Array, replicas: int) -> jax.Array:
     return jnp.pad(stack, [(0, missing)] + [(0, 0)] * (stack.ndim - 1))
 
 
-def _axes(alone: optax.GradientTransformationExtraArgs, group: Group, x: Any) -> Tree:
+def _axes(
+    alone: optax.GradientTransformationExtraArgs, group: AlikeLeaves, x: Any
+) -> Tree:
     """Of the state of stacked leaves: 0 for what each leaf has of its own, else `None`.
 
     That are arrays, and scalars that depend on the leaf.

@@ -228,7 +228,7 @@ class _Stacked(NamedTuple):
         stacks = jax.tree.map(lambda x: laid(x) if x.ndim else x, own.leaves)
         return StackedState(InStacks(stacks, self.places.names), own.pieces, constants)
 
-    def _check(self, plan: owners.Plan, own: Owned, like: Tree) -> None:
+    def _check(self, plan: owners.OwnersPlan, own: Owned, like: Tree) -> None:
         """Refuse a state of stacks for another number of devices."""
         devices = math.prod(self.places.sizes())
         for group in plan.groups:

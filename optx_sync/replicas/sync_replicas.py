@@ -447,7 +447,7 @@ class _SyncReplicas(NamedTuple):
         axis_name = self.axis_name
         tokens.check_variables(grads if params is None else params)
         checks.check_grads(grads, params)
-        refuse(_Call(self, params), _AT_THE_CALL)
+        refuse(_Given(self, params), _AT_THE_CALL)
         varying.require_local(
             grads,
             axis_name,
@@ -558,7 +558,7 @@ class _SyncReplicas(NamedTuple):
         return mean, state._replace(exchange=agreed.memory, info=info)
 
 
-class _Call(NamedTuple):
+class _Given(NamedTuple):
     """What is checked of a call."""
 
     options: _SyncReplicas
@@ -579,7 +579,7 @@ _TOGETHER: Refused[_SyncReplicas] = (
     (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
     (lambda o: o.exchange.linear is None, "sync_replicas" + contract.UNDECLARED),
 )
-_AT_THE_CALL: Refused[_Call] = (
+_AT_THE_CALL: Refused[_Given] = (
     (
         lambda call: call.params is None and call.options.decay is not None,
         "A moving average of the parameters needs them; got params=None. Call "

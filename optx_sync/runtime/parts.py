@@ -16,7 +16,7 @@ from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
 
 
-class Layout(NamedTuple):
+class PartsLayout(NamedTuple):
     """The parts of a tree. A part lives on one server and is pushed on its own."""
 
     whole: Partition  # cuts a tree into parts
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         return zlib.crc32(b"".join(np.asarray(x).tobytes() + b"," for x in picked))
 
 
-def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
+def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> PartsLayout:
     """Split parameters into parts and spread these evenly over servers.
 
     Fragments, which meet in turn, go to servers as evenly as their bytes allow. With
@@ -81,7 +81,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
         owner = dict(zip(leaves, owners, strict=True))
         whole = Partition(lambda path, _: owner[path_name(path)], shapes)
         servers = tuple(range(num_servers))
-        return Layout(whole, (servers,), servers)
+        return PartsLayout(whole, (servers,), servers)
     whole = Partition(fragments, shapes)
     if whole.number < num_servers:
         raise ValueError(
@@ -90,7 +90,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
         )
     turns = tuple((part,) for part in range(whole.number))
     sizes = [*map(bytes_of, whole.split(shapes))]
-    return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
+    return PartsLayout(whole, turns, tuple(_evenly(sizes, num_servers)))
 
 
 def shapes_of(params: Tree) -> Tree:

@@ -31,11 +31,11 @@ from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.checkpoints import Checkpoints, folders_of_servers, set_aside
 from optx_sync.runtime.group import GroupConnection
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out, shapes_of
+from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
 from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
-from optx_sync.runtime.shared import Line, Unseen
+from optx_sync.runtime.shared import SharedLine, Unseen
 from optx_sync.runtime.worker import Preempted, Worker
 from optx_sync.trees import Tree
 
@@ -171,9 +171,9 @@ class RayConnection:
         self._shapes = shapes
         # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
-        self._lines: dict[tuple[int, int], Line] = {}
+        self._lines: dict[tuple[int, int], SharedLine] = {}
         self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
-        self.layout: Layout = lay_out(shapes, fragments, len(servers))
+        self.layout: PartsLayout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
         return RayConnection, self._given
@@ -182,7 +182,7 @@ class RayConnection:
         """See `Server.join`."""
         client, found = Client(worker), []
         while (server := len(found)) < len(self.servers):
-            self._lines[worker, server] = Line(begins=True)
+            self._lines[worker, server] = SharedLine(begins=True)
             # It joins all servers with the incarnation that the first one hands out.
             client, joined = self._converse(server, protocol.begin(client, "enter"))
             if client.phase == "superseded" and server:
@@ -343,8 +343,8 @@ class _Conversation:
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
         self._rests_until: float = 0.0  # where a server is being restarted
-        self._line: Line | None = None
-        self._asked: tuple[Line, Any] | None = None  # the request under way
+        self._line: SharedLine | None = None
+        self._asked: tuple[SharedLine, Any] | None = None  # the request under way
         self._ask()
 
     def end(self) -> tuple[Client, Any]:
@@ -376,13 +376,13 @@ class _Conversation:
                 return False
         return True
 
-    def _ask(self) -> tuple[Line, Any]:
+    def _ask(self) -> tuple[SharedLine, Any]:
         """Send a request, if none is under way: its line, and Ray's reference."""
         if self._asked is not None:
             return self._asked
-        line = self._line or self._connection._lines.setdefault(self._key, Line())
+        line = self._line or self._connection._lines.setdefault(self._key, SharedLine())
         if line.busy:  # Its memory holds an answer that has not been read.
-            line = Line()
+            line = SharedLine()
         request, reference = protocol.wants(self._client), None
         push = self._push if isinstance(request, Send) else None
         message, line.busy = line.packed((request, push)), True
@@ -440,7 +440,8 @@ class ServerActor:
     def __init__(self, shapes: Tree, agreement: Agreement, settings: dict[str, Any]):
         jax.config.update("jax_platforms", "cpu")
         self._made: Any = functools.partial(Server, agreement=agreement, **settings)
-        self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
+        # By worker.
+        self._lines: dict[int, SharedLine] = collections.defaultdict(SharedLine)
         # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
@@ -482,13 +483,13 @@ class ServerActor:
         answer = self._answered(line, worker, message)
         if line.is_open:
             # The worker's successor offers pipes of its own.
-            self._lines[worker] = Line()
+            self._lines[worker] = SharedLine()
             threading.Thread(
                 target=self._listen, args=(line, worker), daemon=True
             ).start()
         return answer
 
-    def _listen(self, line: Line, worker: int) -> None:
+    def _listen(self, line: SharedLine, worker: int) -> None:
         """Answer a worker's messages through its pipes until it is gone."""
         try:
             while True:
@@ -496,7 +497,7 @@ class ServerActor:
         except (EOFError, OSError):
             line.hang_up()
 
-    def _answered(self, line: Line, worker: int, message: bytes) -> bytes:
+    def _answered(self, line: SharedLine, worker: int, message: bytes) -> bytes:
         with self._turn:
             try:
                 request, push = line.unpacked(message)

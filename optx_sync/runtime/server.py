@@ -38,7 +38,7 @@ from optx_sync.runtime.messages import (
     PushRefused,
     Reply,
 )
-from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.parts import PartsLayout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Request
 from optx_sync.runtime.samples import Lease, Ledger, Samples
 from optx_sync.trees import Tree
@@ -122,7 +122,7 @@ class Server:
         )  # fmt: skip
         way = way_of(agreement, settings)
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
-        self.layout: Layout = lay_out(params, way.fragments, num_servers)
+        self.layout: PartsLayout = lay_out(params, way.fragments, num_servers)
         if integer("number", number, "The first server has 0.", 0) >= num_servers:
             raise ValueError(
                 f"number is below num_servers={num_servers}; got {number}. Servers are "

@@ -54,7 +54,7 @@ def seen(address: Address) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0))
 
 
-class Line:
+class SharedLine:
     """One end of the line between a worker and a server, which speak in turns.
 
     The worker begins with calls of Ray, and offers two pipes with its first messages.

@@ -22,7 +22,7 @@ from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Layout, lay_out, shapes_of
+from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
 from optx_sync.trees import Tree
 
@@ -171,7 +171,7 @@ class Worker:
         self.connection = connection
         self.index = index
         self._like: Tree = shapes_of(params)
-        self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
+        self.layout: PartsLayout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
         # Whether workers meet the center together.

@@ -247,7 +247,7 @@ def asynchronous(
             f"shape {behind.shape}."
         )
     between = steps_between(communication_period, engine.parts.number, delay)
-    run = _Run(engine, delay, between)
+    run = _OneByOne(engine, delay, between)
     machine, events = (run.start(params), params), (workers, jnp.float32(behind))
     done = replay(run.advance, run.view, machine, events, record)
     (final, _), (local_step, global_step) = done.state, done.values
@@ -262,7 +262,7 @@ def asynchronous(
 _Machine: TypeAlias = tuple[AsynchronousState, Tree]
 
 
-class _Run(NamedTuple):
+class _OneByOne(NamedTuple):
     """The checked arguments of `asynchronous`: who steps, and when it meets the center.
 
     What a meeting does to the arrays, its `engine` says.

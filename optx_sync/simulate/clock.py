@@ -191,7 +191,7 @@ def clock(
     interval("(0, inf)", "It is in seconds.", until=until)
     period = integer("communication_period", communication_period, "Pass 10, say.")
     delay, parts = check_delay(delay), [float(x) for x in part_bytes]
-    run = _Run(
+    run = _Clock(
         meet=check_meet(meet),
         between=steps_between(period, len(parts), delay),
         delay=delay,
@@ -279,7 +279,7 @@ _ORDER = ("die", "back", "end_step", "arrive", "close", "hear", "go_on")
 
 
 @dataclasses.dataclass
-class _Run:
+class _Clock:
     """The queue of what is to happen, and the handlers."""
 
     meet: Quorum

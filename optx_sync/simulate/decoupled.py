@@ -110,7 +110,7 @@ class DecoupledRecord(NamedTuple):
     timeline: Timeline
 
 
-_NOT_DECOUPLED: Refused["_Run"] = (
+_NOT_DECOUPLED: Refused["_ByMeetings"] = (
     (
         lambda o: o.delay and o.engine.alone and "center" in o.engine.rule.reads,
         "The contribution of this rule reads the center as it is when it arrives, and "
@@ -228,7 +228,7 @@ def decoupled(
         communication_period=communication_period, link=link, failures=failures,
         part_bytes=engine.part_bytes(params), tokens=tokens,
     )  # fmt: skip
-    run = _Run(engine, check_exchange(meet.merge, all_reduce()), delay or 0)
+    run = _ByMeetings(engine, check_exchange(meet.merge, all_reduce()), delay or 0)
     refuse(run, _NOT_DECOUPLED)
     events = _rows(timeline)
     done = replay(run.advance, run.view, run.start(params), events, record)
@@ -256,7 +256,7 @@ def _rows(timeline: Timeline) -> _Row:
     return Happening(*map(column, names), come=come)  # pyright: ignore
 
 
-class _Run(NamedTuple):
+class _ByMeetings(NamedTuple):
     """The checked arguments of `decoupled`, and what happens in its events."""
 
     engine: Engine

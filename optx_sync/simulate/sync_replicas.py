@@ -176,7 +176,7 @@ def sync_replicas(
         integer("initial_global_step", initial_global_step, begin, least=0)
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
-    run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
+    run = _Machine(Chief(inner, required, variable_averages), total, grad_fn)
     start = run.start(params, initial_global_step, tokens)
     done = replay(run.advance, run.view, start, workers, record)
     each, averages, blocked, local_step = done.views
@@ -187,7 +187,7 @@ def sync_replicas(
     )  # fmt: skip
 
 
-class _Run(NamedTuple):
+class _Machine(NamedTuple):
     """The checked arguments of `sync_replicas`, and the functions of a run."""
 
     chief: Chief

@@ -418,3 +418,30 @@ oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
 oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3)
     # TypeError: pass the period itself
 """)
+
+
+def test_a_rule_is_told_the_steps_since_its_part_has_met():
+    """Two parts of a period of four: the first meets after two, then every four."""
+    rule = oxs.CenterRule(
+        lambda own, center, at: jnp.full_like(own.params, at.steps),
+        mean_over="pushed",
+        reads=("params",),
+    )
+    tx = oxs.center_variable(
+        optax.sgd(0.0), rule, AXIS, communication_period=4, fragments=2
+    )
+    params = {"first": jnp.zeros(2), "second": jnp.zeros(2)}
+    workers = oxs.Workers(2, AXIS)
+
+    @workers.step(state=2)
+    def step(params, state):
+        return oxs.apply_gradients(tx, params, state, params)
+
+    state = workers.start((params, tx.init(params)))
+    for _ in range(8):
+        state = step(*state)
+    center = workers.center(state)
+    assert {name: x.tolist() for name, x in center.items()} == {
+        "first": [6.0, 6.0],
+        "second": [8.0, 8.0],
+    }

@@ -9,7 +9,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync.runtime import Push, protocol, shared
 from optx_sync.runtime.ray_actors import ServerActor
-from optx_sync.runtime.shared import SHORT_BYTES, Line, Unseen
+from optx_sync.runtime.shared import SHORT_BYTES, SharedLine, Unseen
 
 LARGE = np.arange(SHORT_BYTES, dtype=np.float32)
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_large_arrays_lie_in_memory_and_short_messages_do_not():
-    worker, server, found, answer = Line(begins=True), Line(), {}, ()
+    worker, server, found, answer = SharedLine(begins=True), SharedLine(), {}, ()
     for number in range(1, 4):
         arrays = {"a": LARGE * number, "b": LARGE[:3], "none": LARGE[:0]}
         message = worker.packed(("push", arrays))
@@ -54,12 +54,12 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     actor = ServerActor(
         {"w": LARGE}, oxs.rules.local_sgd(), {"num_workers": 1, "copy_replies": False}
     )
-    line = Line(begins=True)
+    line = SharedLine(begins=True)
     seen = shared.seen
     elsewhere = [(2**30, 0), (os.getpid(), 1)]
     for place in elsewhere:
         monkeypatch.setattr(shared, "seen", lambda a, place=place: seen((*place, a[2])))
-        line = Line(begins=True)
+        line = SharedLine(begins=True)
         enter = line.packed((protocol.Enter(0, 0), None))
         assert isinstance(line.unpacked(actor.handle(0, enter)), Unseen)
         assert not line.near
@@ -73,7 +73,7 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     send = protocol.Send(answer.epoch, 0, mine, 0, 0, 1, 1)
     message = line.packed((send, push))
     assert len(message) > LARGE.nbytes  # It lies nowhere else.
-    answer, reply = Line().unpacked(actor.handle(0, message))
+    answer, reply = SharedLine().unpacked(actor.handle(0, message))
     assert isinstance(answer, protocol.Standing) and reply.global_step == 1
 
 
@@ -83,7 +83,7 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
     actor = ServerActor({"w": LARGE}, oxs.rules.local_sgd(), settings)
 
     def enter(worker):
-        line = Line(begins=True)
+        line = SharedLine(begins=True)
         message = line.packed((protocol.Enter(worker, 0), None))
         assert not line.is_open  # Nobody has taken what is offered.
         answer, joined = line.unpacked(actor.handle(worker, message))
@@ -124,7 +124,7 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
         thread.join(10)
         assert not thread.is_alive()
     # A server that dies is heard of at once.
-    mine, theirs = Line(begins=True), Line()
+    mine, theirs = SharedLine(begins=True), SharedLine()
     theirs.unpacked(mine.packed("hello"))
     mine.unpacked(theirs.packed("hello"))
     theirs.hang_up()

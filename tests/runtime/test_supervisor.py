@@ -13,7 +13,7 @@ import optx_sync as oxs
 from optx_sync.runtime import Push, PushRefused, ray_actors, server
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
-from optx_sync.runtime.shared import Line
+from optx_sync.runtime.shared import SharedLine
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
 # worker_fn, connection, parameters, inner, agreement, options
@@ -190,7 +190,7 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
     server.frozen = True
     passes(60.0)
     news = server.waiting
-    line = ray_actors.Line()
+    line = ray_actors.SharedLine()
     enter = line.packed((ray_actors.protocol.Enter(0, joined.incarnation), None))
     server.waiting = [*news, (Ref(), "handle", (0, enter))]
     server.frozen = False
@@ -310,7 +310,7 @@ def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
 def test_parts_that_wait_at_a_server_that_comes_back_are_sent_again(
     ray, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(ray_actors, "Line", lambda begins=False: Line())
+    monkeypatch.setattr(ray_actors, "SharedLine", lambda begins=False: SharedLine())
     monkeypatch.setattr(server, "TOKEN_SECONDS", 0.0)
     settings: dict[str, Any] = {
         "num_workers": 2,

@@ -20,7 +20,7 @@ from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied
 from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.messages import Arrays, Reply
-from optx_sync.runtime.parts import Layout, tree_of
+from optx_sync.runtime.parts import PartsLayout, tree_of
 from optx_sync.trees import Tree
 
 
@@ -70,12 +70,12 @@ class OfCenter:
         self,
         shapes: Tree,
         inner: optax.GradientTransformationExtraArgs,
-        layout: Layout,
+        layout: PartsLayout,
         terms: Terms,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
-        self.layout: Layout = layout
+        self.layout: PartsLayout = layout
         self.terms: Terms = terms
         # Steps between the pushes of two parts.
         self.between: Period = steps_between(
