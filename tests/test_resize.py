@@ -338,3 +338,17 @@ def test_random_keys_are_no_numbers():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         by_hand.resize(tx, params, state, 1, strict=True)
+
+
+@pytest.mark.parametrize("name, kept", [("fragments", 3.0), ("agn", 0.0)])
+def test_what_parts_under_way_have_accumulated_stays(name, kept):
+    """Without parts a resize is right after a round, and all begin anew."""
+    params, state = trained(CASES[name])
+    threes = jax.tree.map(lambda x: jnp.full_like(x, 3), state.accumulated)
+    state = state._replace(accumulated=threes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "resize in the middle")
+        _, resized = by_hand.resize(CASES[name], params, state, N + 1)
+    for x in jax.tree.leaves(resized.accumulated):
+        assert x[:N].tolist() == jnp.full_like(x[:N], kept).tolist()
+        assert not x[N:].any()

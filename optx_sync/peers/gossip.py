@@ -57,7 +57,6 @@ from optx_sync.trees import (
     at_least_float32,
     is_inexact,
     is_masked,
-    where,
 )
 
 
@@ -356,8 +355,6 @@ class Mixing(NamedTuple):
         mean, mass = _mean_of_partners(
             x, weight, branches, self._chosen(len(rounds), turn.rounds)
         )
-        if weight is not None:
-            mean = where(mass > 0, mean, center.value)  # no partners, no contribution
         sent = work.contribute(
             options.rule, mean, center.value, (), center.value, turn.at
         )
