@@ -51,8 +51,8 @@ class Strategy(NamedTuple):
             hide behind.
         round_seconds: Seconds that a period computes beside its steps: codes, the outer
             optimizer.
-        meetings: In how many steps of a period workers meet. `rows` are of the programs
-            of all parts, which `Collective.branch` tells apart.
+        meetings: In how many steps of a period workers meet, one part in each. `rows`
+            are of the programs of all parts, which `Collective.branch` tells apart.
     """
 
     rows: Sequence[Collective]
@@ -252,8 +252,7 @@ def time(
         parts = {row.branch[:1]: [] for row in rows}
         for row in rows:
             parts[row.branch[:1]].append(row._replace(branch=row.branch[1:]))
-    steps = [(meetings / max(1, len(parts)), part) for part in parts.values()]
-    steps.append((period - meetings, list(quiet)))
+    steps = [*((1, part) for part in parts.values()), (period - meetings, list(quiet))]
     sent = exposed = 0.0
     for count, those in steps:
         hidden = waited = 0.0
