@@ -172,6 +172,7 @@ test_numbers_out_of_range_are_refused = all_refused(globals())(r"""
 once(row(), gbits=0.0)  # ValueError: gbits must be a number in \(0, inf\); got 0.0
 once(row(), step_seconds=math.nan)  # ValueError: step_seconds must be
 once(row(), period=0)  # ValueError: period must be
+audit.time(Strategy([], 5, [], meetings=2), period=1, gbits=1, step_seconds=1.0)  # ValueError: period must be .*\[2, inf\)
 once(row(), near=-1)  # ValueError: near must be
 once(row(), latency=-1e-3)  # ValueError: latency must be a number in
 audit.time(Strategy([], round_seconds=-1.0), gbits=1, step_seconds=1.0)  # ValueError: round_seconds must be

@@ -237,17 +237,18 @@ def time(
         Cost(sent=1.0, exposed=1.0, utilisation=0.9)
     """
     given = _strategy_of("rows", rows, params, workers)
-    rows = list(given.rows)
+    rows, meetings = list(given.rows), given.meetings
     period = given.period if period is None else period
     overlap = given.overlap if overlap is None else overlap
     quiet = given.quiet if quiet is None else quiet
     interval("(0, inf)", gbits=gbits, step_seconds=step_seconds)
-    interval("(0, inf)", period=period, near=near)
+    interval("(0, inf)" if meetings == 1 else f"[{meetings}, inf)", period=period)
+    interval("(0, inf)", near=near)
     interval("[0, inf)", latency=latency, round_seconds=given.round_seconds)
     interval("[0, 1]", overlap=overlap)
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
-    meetings, parts = given.meetings, {(): rows}
+    parts = {(): rows}
     if meetings > 1:
         parts = {row.branch[:1]: [] for row in rows}
         for row in rows:
