@@ -4,6 +4,8 @@ import gc
 import importlib.metadata
 import os
 
+import pytest
+
 # Threads to spare for the devices, or a collective may wait for ever: see Makefile.
 os.environ.setdefault("NPROC", "16")
 
@@ -22,7 +24,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import jax  # noqa: E402 # reads what stands above
-import pytest  # noqa: E402
 
 # What is imported stays: to look through all of it again takes a tenth of the tests.
 gc.freeze()

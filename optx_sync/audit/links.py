@@ -372,6 +372,6 @@ def _least(share: Callable[[float], float], goal: float) -> float:
 
 
 def _is_far(row: Collective, near: int) -> bool:
-    """Whether any of a collective leaves the devices that are near each other."""
-    each = row.groups if row.on_a_ring and row.groups else ((0, near),)
-    return any(len({device // near for device in of}) > 1 for of in each)
+    """Whether any of a collective leaves those near each other, as far as is said."""
+    apart = any(len({device // near for device in of}) > 1 for of in row.groups)
+    return apart or not row.groups

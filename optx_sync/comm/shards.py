@@ -13,7 +13,7 @@ types say it.
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -282,11 +282,6 @@ def spec_of(
             "for it. Give one entry for each of its axes at most, none for the workers."
         )
     return _fitting(found, shape, sizes)
-
-
-def named(starts: Iterable[Names], names: Collection[Names]) -> bool:
-    """Whether some of the names begin in one of these ways."""
-    return any(name[: len(start)] == start for start in starts for name in names)
 
 
 def parameters_of(tree: Tree, params: Collection[Names]) -> list[Names | None]:

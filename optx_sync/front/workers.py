@@ -515,16 +515,14 @@ class Workers:
             >>> params.shape, state.center.shape
             ((6, 3), (3,))
         """
-        if isinstance(joiners, str):
-            one_of("joiners", joiners, Literal["mean", "first"])
+        whose: Any = joiners if isinstance(joiners, str) else "mean"
+        one_of("joiners", whose, Literal["mean", "first"])
         to = self if n is None else self._of(n)
         form, arrays = _split(state, "workers.resize")
         places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        how = Resize(to.sizes[0], len(to.sizes), "mean", strict)
-        if joiners == "first":
-            how = how._replace(joiners="first")
+        how = Resize(to.sizes[0], len(to.sizes), whose, strict)
         return form.merge(to._layout.resize(form, arrays, how, places, joiners))
 
     def _of(self, n: int | Sequence[int]) -> "Workers":

@@ -29,7 +29,7 @@ def fill(form: Form, before: Sequence[Tree], after: list[Tree], joiners: Given) 
     parts = {place: part for place, part in parts.items() if not is_key(before[place])}
     changed = {part for place, part in parts.items() if _differs(before[place])}
     asked = [place for place, part in parts.items() if part in changed]
-    if not asked or (isinstance(joiners, str) and joiners in ("mean", "first")):
+    if not asked or isinstance(joiners, str):  # which `Resize` has done
         return
     paths, given = form.paths(), _function(joiners)
     if joiners is None:

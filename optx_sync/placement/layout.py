@@ -188,7 +188,8 @@ class Layout(NamedTuple):
         trained = any(leaf.levels for leaf in leaves) and held.outside(numbered)
         names = held.known(form, leaves)
         starts = [start for start, _ in self.specs or ()]
-        if trained and starts and not shards.named(starts, names):
+        found = any(x[: len(start)] == start for start in starts for x in names)
+        if trained and starts and not found:
             raise ValueError(
                 f"specs has {some(['.'.join(x) for x in starts])}, and the parameters "
                 f"are {some(['.'.join(x) for x in names])}: none of them would be "
