@@ -20,7 +20,7 @@ import numpy as np
 from report import Line, Panel, in_turns, reproduce
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 
 jax.config.update("jax_platforms", "cpu")
 

@@ -26,7 +26,7 @@ from by_hand import update
 from report import Line, Panel, Report, each, ratio, spread
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 
 WIDTH, ORDERS = 16, ("any order", "sorted", "repeated")
 SIDES = ("ours", "Optax", "TensorFlow", "torch")

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from report import Line, Panel, Report, ratio, spread
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 
 AXIS, PERIOD, RATE = "workers", 5, 0.1
 INNER = optax.adam(1e-3)

@@ -38,7 +38,8 @@ from report import each, reproduce
 from training import compiled_step
 
 import optx_sync as oxs
-from optx_sync import forms, hlo
+from optx_sync.audit import hlo
+from optx_sync.core import forms
 
 PERIOD = 4
 LAYERS, WIDTH, EXAMPLES = 4, 512, 256

@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 import report
 
 import optx_sync as oxs
-from optx_sync import trees
+from optx_sync.core import trees
 
 PERIOD, STEPS, BATCH, WIDTH = 4, 14, 4, 6
 # Steps after which a run was killed: three of a period of four, and a period's end.

@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # A gradient's form: dense, or the rows of a table.
-from optx_sync.rows.slices import IndexedSlices as IndexedSlices
+from optx_sync.core.slices import IndexedSlices as IndexedSlices
 from optx_sync.rows.lookup import take as take
 from optx_sync.rows.on_values import on_values as on_values
 
 # Each replica's own gradients; means and sums over replicas.
 from optx_sync.comm.varying import localize as localize
 from optx_sync.comm.reduce import reduce as reduce
-from optx_sync.gradients import value_and_grad as value_and_grad
+from optx_sync.rows.gradients import value_and_grad as value_and_grad
 from optx_sync import exchange as exchange
 
 # Replicas with equal parameters: their gradients are reduced.
@@ -36,16 +36,16 @@ from optx_sync.center.rules.local_sgd import local_sgd as local_sgd
 from optx_sync.center.rules.diloco import diloco as diloco
 
 # A step, for one worker and for all.
-from optx_sync.step import apply_gradients as apply_gradients
+from optx_sync.state.apply import apply_gradients as apply_gradients
 
 # Read a state, and place it.
-from optx_sync.metrics import averaged_params as averaged_params
-from optx_sync.metrics import center_params as center_params
-from optx_sync.metrics import metrics as metrics
-from optx_sync.fingerprints import fingerprint as fingerprint
+from optx_sync.state.metrics import averaged_params as averaged_params
+from optx_sync.state.metrics import center_params as center_params
+from optx_sync.state.metrics import metrics as metrics
+from optx_sync.workers.fingerprints import fingerprint as fingerprint
 
 # And `help` shows their arguments so that one can read them.
-from optx_sync.signatures import readable as _readable
+from optx_sync.core.signatures import readable as _readable
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
     from optx_sync import testing as testing
-    from optx_sync.front.workers import Workers as Workers
+    from optx_sync.workers.workers import Workers as Workers
     from optx_sync.peers import graphs as graphs
     from optx_sync.peers.gossip import gossip as gossip
     from optx_sync.peers.gossip import noloco as noloco
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 # Imported when they are asked for: what a program may not need. `elastic`, `flax` and
 # `runtime` need a library that may not be installed.
 _ELSEWHERE = {
-    "Workers": "optx_sync.front.workers",
+    "Workers": "optx_sync.workers.workers",
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
     "noloco": "optx_sync.peers.gossip",

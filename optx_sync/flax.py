@@ -7,9 +7,9 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from optx_sync.metrics import center_params
-from optx_sync.signatures import readable as _readable
-from optx_sync.step import apply_gradients
+from optx_sync.core.signatures import readable as _readable
+from optx_sync.state.apply import apply_gradients
+from optx_sync.state.metrics import center_params
 
 
 class SyncTrainState(train_state.TrainState):

@@ -19,20 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync import programs
 from optx_sync.center import contract as rules
 from optx_sync.center import worker as work
 from optx_sync.center.lockstep import center_variable
-from optx_sync.checks import check_inner, integer
 from optx_sync.comm.varying import localize
+from optx_sync.core import programs
+from optx_sync.core.checks import check_inner, integer
+from optx_sync.core.signatures import readable as _readable
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.core.trees import Tree, leaves_with_names
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.error_feedback import ErrorFeedbackState, error_feedback
 from optx_sync.exchange.pieces import cut
 from optx_sync.meetings import alone
 from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
-from optx_sync.rows.slices import IndexedSlices
-from optx_sync.signatures import readable as _readable
-from optx_sync.trees import Tree, leaves_with_names
 
 __all__ = ["check_exchange", "check_optimizer", "check_rule"]
 

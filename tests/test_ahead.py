@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import pytest
 
-from optx_sync import audit, hlo
+from optx_sync import audit
+from optx_sync.audit import hlo
 
 TPU, GPU = map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand, hlo
+from optx_sync import by_hand
+from optx_sync.audit import hlo
 from optx_sync.comm.collectives import (
     all_to_all,
     axis_index,

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.front.processes import Processes
+from optx_sync.workers.processes import Processes
 from tests import missing_processes, scripts
 from tests.elastic_run import (
     AXIS,

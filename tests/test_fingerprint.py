@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import fingerprints
+from optx_sync.workers import fingerprints
 from tests import contexts
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of

@@ -14,18 +14,16 @@ FILES = {
 }
 # The rooms of each floor.
 ROOMS = {
-    0: "hlo options shapes signatures trees",
-    1: "forms rows",
-    2: "checks",
-    3: "comm",
-    4: "outer placement programs",
-    5: "exchange fingerprints gradients metrics optimizers step",
-    6: "center peers replicas",
-    7: "by_hand meetings rules",
-    8: "runtime simulate",
-    9: "flax front testing",
-    10: "audit elastic",
-    11: "__init__",
+    0: "core",
+    1: "comm",
+    2: "outer rows state",
+    3: "exchange optimizers",
+    4: "center peers replicas",
+    5: "meetings rules workers",
+    6: "runtime simulate",
+    7: "by_hand elastic flax testing",
+    8: "audit",
+    9: "__init__",
 }
 FLOORS = {room: floor for floor, rooms in ROOMS.items() for room in rooms.split()}
 
@@ -43,10 +41,15 @@ def files(text):
 
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
-    "audit": files("audit/: programs"),
-    "rows": files("rows/: slices"),
+    "core": files("core/: checks forms shapes slices trees"),
     "comm": files("comm/: collectives varying buffers shards reduce"),
-    "placement": files("placement/: fields leaves held joiners resize workers"),
+    "rows": files("rows/: lookup"),
+    "state": files("state/: fields leaves held"),
+    "workers": files(
+        "workers/: mapped fingerprints resize joiners layout processes checkpoints "
+        "kinds comparison step workers"
+    ),
+    "audit": files("audit/: hlo programs"),
     "exchange": files(
         "exchange/: contract all_reduce agree codes pieces measures landing "
         "robust/norms robust/transposed"
@@ -62,7 +65,6 @@ GROUND = {
         "rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
-    "front": files("front/: processes checkpoints step kinds comparison"),
     "meetings": files("meetings/: alone coded quorum"),
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
@@ -76,7 +78,7 @@ GROUND = {
 GUESTS = {
     "flax": {"flax"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
-    "orbax": {"runtime", "front", "elastic"},
+    "orbax": {"runtime", "workers"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
     "sklearn": set(),
@@ -159,10 +161,9 @@ ALGORITHMS = {
     "peers/gossip": 39,
 }
 # Who starts, resizes and restores workers, and who runs them otherwise.
-NO_STEP_NEEDS = files(
-    "placement/: resize joiners layout workers front/: workers step checkpoints "
-    "simulate/: engine clock runtime/: worker server"
-) | {"by_hand", "elastic", "fingerprints"}
+NO_STEP_NEEDS = files("simulate/: engine clock runtime/: worker server") | {
+    name for name in FILES if room(name) in ("workers", "by_hand", "elastic")
+}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -213,7 +214,7 @@ def test_no_assert_and_no_environment_variable_but_xlas_threads_and_rays_walls()
     wrong, allowed = [], []
     for name, tree in trees().items():
         for node in ast.walk(tree):  # what is read before what it is read from
-            if isinstance(node, ast.Subscript) and name == "placement/workers":
+            if isinstance(node, ast.Subscript) and name == "workers/mapped":
                 allowed += [node.value] * (ast.unparse(node) == "os.environ['NPROC']")
             if isinstance(node, ast.Call) and name == "runtime/ray_actors":
                 ours = "os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX'"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import by_hand
-from optx_sync import hlo
+from optx_sync.audit import hlo
 
 MODULE = textwrap.dedent("""
     HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync import programs
-from optx_sync.programs import Elementwise, Mixes, Values
+from optx_sync.core import programs
+from optx_sync.core.programs import Elementwise, Mixes, Values
 
 AXIS, REPLICAS, STEPS = "w", 3, 8
 PARAMS: Any = {

@@ -6,7 +6,7 @@ import pkgutil
 import re
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 from tests.test_docs import _documented
 from tests.test_signatures import ROOMS
 

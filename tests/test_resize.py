@@ -13,7 +13,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import by_hand
-from optx_sync.placement.fields import fields_of, nodes_of
+from optx_sync.state.fields import fields_of, nodes_of
 from tests.contexts import begun, started
 from tests.refusals import all_refused
 

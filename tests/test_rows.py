@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from benchmarks import by_hand
-from optx_sync.gradients import value_and_grad
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.rows.gradients import value_and_grad
 from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
-from optx_sync.rows.slices import IndexedSlices
 from tests.meshes import mesh_of
 from tests.refusals import all_refused
 

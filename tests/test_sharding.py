@@ -20,8 +20,8 @@ from optx_sync.center.state import CenterState
 from optx_sync.exchange.meeting import MeetingState
 from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
-from optx_sync.placement.fields import fields_of
 from optx_sync.replicas.cross_shard import CrossShardState
+from optx_sync.state.fields import fields_of
 from tests.contexts import assert_close, begun, by_workers
 from tests.meshes import mesh_of
 from tests.refusals import refused

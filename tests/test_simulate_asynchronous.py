@@ -11,7 +11,7 @@ import pytest
 
 import optx_sync as oxs
 from benchmarks import by_hand
-from optx_sync import hlo
+from optx_sync.audit import hlo
 from optx_sync.simulate import asynchronous
 from tests.recorded import GOLDEN, arrays_of, inner_of, recorded
 from tests.refusals import all_refused

@@ -14,7 +14,7 @@ import pytest
 
 import optx_sync as oxs
 from benchmarks import by_hand
-from optx_sync import hlo
+from optx_sync.audit import hlo
 from tests import contexts
 from tests.meshes import mesh_of
 

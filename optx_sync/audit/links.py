@@ -17,11 +17,11 @@ from optx_sync.audit.programs import (
     shares,
 )
 from optx_sync.center.turns import QUIET
-from optx_sync.checks import interval
-from optx_sync.forms import is_function
-from optx_sync.front.workers import Workers
-from optx_sync.step import apply_gradients, cycle_of
-from optx_sync.trees import Tree
+from optx_sync.core.checks import interval
+from optx_sync.core.forms import is_function
+from optx_sync.core.trees import Tree
+from optx_sync.state.apply import apply_gradients, cycle_of
+from optx_sync.workers.workers import Workers
 
 
 class Cost(NamedTuple):

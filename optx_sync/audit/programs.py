@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from optx_sync import hlo
-from optx_sync.front.step import Step
+from optx_sync.audit import hlo
+from optx_sync.workers.step import Step
 
 _KINDS = (
     "all-reduce",

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
-from optx_sync.checks import integer
-from optx_sync.options import Refused, refuse
-from optx_sync.trees import Tree, is_nothing, path_name, pure
+from optx_sync.core.checks import integer
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.trees import Tree, is_nothing, path_name, pure
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]

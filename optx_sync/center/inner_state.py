@@ -8,11 +8,11 @@ import optax
 
 from optx_sync.center.contract import InnerState, InnerStates
 from optx_sync.center.worker import Worker
-from optx_sync.checks import integer, one_of
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import mean_or
 from optx_sync.comm.varying import vary_like
-from optx_sync.trees import Tree, is_inexact, names_of
+from optx_sync.core.checks import integer, one_of
+from optx_sync.core.trees import Tree, is_inexact, names_of
 
 
 def check_inner_state(asked: InnerState) -> InnerState:

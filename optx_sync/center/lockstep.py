@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.checks import Options
@@ -45,13 +44,6 @@ from optx_sync.center.round import (
 from optx_sync.center.state import CenterState, Facts
 from optx_sync.center.turns import QUIET, Turns
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import (
-    check_inner,
-    check_params,
-    floating,
-    refuse_placeholder,
-    shows_call,
-)
 from optx_sync.comm import varying
 from optx_sync.comm.collectives import (
     ALONE,
@@ -60,24 +52,32 @@ from optx_sync.comm.collectives import (
     check_axis_name,
 )
 from optx_sync.comm.reduce import own_weight, reduce
+from optx_sync.core import trees
+from optx_sync.core.checks import (
+    check_inner,
+    check_params,
+    floating,
+    refuse_placeholder,
+    shows_call,
+)
+from optx_sync.core.options import refuse
+from optx_sync.core.programs import Elementwise
+from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange import landing
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
 from optx_sync.exchange.meeting import Meeting
-from optx_sync.metrics import SharedInfo
-from optx_sync.options import refuse
-from optx_sync.placement.fields import fact
-from optx_sync.placement.leaves import map_but_counters
-from optx_sync.programs import Elementwise
-from optx_sync.step import (
+from optx_sync.state.apply import (
     Direct,
     direct_transformation,
     refuse_unread,
     take_weight,
     weight_takers,
 )
-from optx_sync.trees import Tree
+from optx_sync.state.fields import fact
+from optx_sync.state.leaves import map_but_counters
+from optx_sync.state.metrics import SharedInfo
 
 _CALL = "oxs.center_variable(optax.sgd(0.1), oxs.rules.local_sgd(), 'workers')"
 

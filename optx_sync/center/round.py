@@ -33,9 +33,9 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import mean_or
 from optx_sync.comm.varying import everywhere, localize, vary_like
+from optx_sync.core.trees import Tree, is_finite, is_floating, where, zeros_like
 from optx_sync.exchange.meeting import Meeting, MeetingState
-from optx_sync.metrics import SharedInfo
-from optx_sync.trees import Tree, is_finite, is_floating, where, zeros_like
+from optx_sync.state.metrics import SharedInfo
 
 
 class RoundState(NamedTuple):

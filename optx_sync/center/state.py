@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.core.shapes import Array, Float, Int32
+from optx_sync.core.trees import Tree, first_worker, is_masked
 from optx_sync.exchange.measures import square_sum
-from optx_sync.metrics import SharedInfo, or_none
-from optx_sync.placement import fields
-from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import Tree, first_worker, is_masked
+from optx_sync.state import fields
+from optx_sync.state.metrics import SharedInfo, or_none
 
 
 class CenterMetrics(NamedTuple):

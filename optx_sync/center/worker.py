@@ -13,9 +13,9 @@ import optax
 from jax.typing import DTypeLike
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round, declared
-from optx_sync.checks import explains_inner, fill_missing
-from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import (
+from optx_sync.core.checks import explains_inner, fill_missing
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.core.trees import (
     Tree,
     accumulator_dtype,
     add_updates,

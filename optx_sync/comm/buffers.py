@@ -17,8 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
-from optx_sync.shapes import Array, Num, Shaped, UInt8
-from optx_sync.trees import at_least_float32
+from optx_sync.core.shapes import Array, Num, Shaped, UInt8
+from optx_sync.core.trees import at_least_float32
 
 Octets: TypeAlias = UInt8[Array, "... bytes"]
 # An array or a `jax.ShapeDtypeStruct`, whose attributes type checkers do not know.

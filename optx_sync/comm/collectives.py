@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optx_sync.shapes import Array, Int32, Shaped
-from optx_sync.trees import Tree, one_or_several
+from optx_sync.core.shapes import Array, Int32, Shaped
+from optx_sync.core.trees import Tree, one_or_several
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from optx_sync.comm.buffers import wide
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import sum_over
-from optx_sync.shapes import Array, Float
+from optx_sync.core.shapes import Array, Float
 
 Number: TypeAlias = Float[Array, ""]
 Axes: TypeAlias = tuple[str, ...]

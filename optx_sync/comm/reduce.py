@@ -15,13 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync.checks import floating, interval, one_of
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, GroupAssignment, Groups
 from optx_sync.comm.varying import localize, require_local
-from optx_sync.rows.slices import IndexedSlices
-from optx_sync.shapes import Array, Float
-from optx_sync.trees import Tree, at_least_float32, is_floating, is_inexact, is_slices
+from optx_sync.core.checks import floating, interval, one_of
+from optx_sync.core.shapes import Array, Float
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.core.trees import (
+    Tree,
+    at_least_float32,
+    is_floating,
+    is_inexact,
+    is_slices,
+)
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 SameTree = TypeVar("SameTree")

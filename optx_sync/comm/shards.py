@@ -27,7 +27,7 @@ from optx_sync.comm.collectives import (
     vary,
     without_types,
 )
-from optx_sync.trees import (
+from optx_sync.core.trees import (
     Tree,
     is_masked,
     names_of,

@@ -25,8 +25,8 @@ from optx_sync.comm.collectives import (
     vary,
     varying_axes,
 )
-from optx_sync.shapes import Array, Bool
-from optx_sync.trees import Tree, is_slices, path_name, values_of
+from optx_sync.core.shapes import Array, Bool
+from optx_sync.core.trees import Tree, is_slices, path_name, values_of
 
 SameTree = TypeVar("SameTree")
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges, the value of `exchange=`: how the arrays of all replicas become one.
 
-Exactly, by gradient compression, or robust to Byzantine replicas.
+Exactly, by gradient compression, or robust to Byzantine replicas. Made of `comm`.
 """
 
 from optx_sync.comm.collectives import all_to_all as all_to_all
 from optx_sync.comm.collectives import gather as gather
+from optx_sync.core.signatures import readable as _readable
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
 from optx_sync.exchange.contract import Code as Code
 from optx_sync.exchange.contract import Exchange as Exchange
@@ -23,6 +24,5 @@ from optx_sync.exchange.robust.distance import geometric_median as geometric_med
 from optx_sync.exchange.robust.distance import krum as krum
 from optx_sync.exchange.rotated import rotated as rotated
 from optx_sync.exchange.top_k import top_k as top_k
-from optx_sync.signatures import readable as _readable
 
 _readable(globals())

@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import localize, vary_like
+from optx_sync.core.trees import Tree, is_slices
 from optx_sync.exchange.contract import Exchange, Scalars
 from optx_sync.exchange.landing import Contribution, Lands
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
-from optx_sync.trees import Tree, is_slices
 
 
 class Agreed(NamedTuple):

@@ -5,9 +5,9 @@ import functools
 
 from jax.typing import DTypeLike
 
-from optx_sync.checks import floating, integer
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.reduce import SUM_BITS, reduce_and_sum
+from optx_sync.core.checks import floating, integer
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from optx_sync.comm.norms import unit_of
 from optx_sync.comm.reduce import or_one
-from optx_sync.shapes import Array, Bool, Float, UInt8
+from optx_sync.core.shapes import Array, Bool, Float, UInt8
 
 Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Codes: TypeAlias = UInt8[Array, "pieces blocks block"]

@@ -27,8 +27,8 @@ from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import as_weight, own_weight, reduce
 from optx_sync.comm.varying import localize
-from optx_sync.shapes import Array, Bool, Float, Shaped
-from optx_sync.trees import Tree, brief, call_it, is_slices, leaves_with_names
+from optx_sync.core.shapes import Array, Bool, Float, Shaped
+from optx_sync.core.trees import Tree, brief, call_it, is_slices, leaves_with_names
 
 # Scalars of a wrapper that may travel with the arrays, by name.
 Scalars: TypeAlias = dict[str, Shaped[Array, ""]]

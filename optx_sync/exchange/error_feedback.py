@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import interval
 from optx_sync.comm.buffers import in_groups
 from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import in_turn, localize, vary_like
+from optx_sync.core.checks import interval
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.trees import Tree, at_least_float32, round_to
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import require_meetable
-from optx_sync.options import Refused, refuse
-from optx_sync.placement.fields import OWED, OWN, declare
-from optx_sync.trees import Tree, at_least_float32, round_to
+from optx_sync.state.fields import OWED, OWN, declare
 
 # Groups of a large tree under way at a time: one is coded while another one travels.
 _UNDER_WAY = 2

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optx_sync import trees
-from optx_sync.checks import refuse_placeholder
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import (
     AxisName,
@@ -24,11 +22,13 @@ from optx_sync.comm.collectives import (
 )
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize
+from optx_sync.core import trees
+from optx_sync.core.checks import refuse_placeholder
+from optx_sync.core.programs import Elementwise, on_pieces
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange, Met, Scalars, require_dense
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.placement.fields import holds_center
-from optx_sync.programs import Elementwise, on_pieces
-from optx_sync.trees import Tree
+from optx_sync.state.fields import holds_center
 
 
 class Contribution(NamedTuple):

@@ -27,10 +27,10 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.comm.varying import axes_of, localize, sum_shards
-from optx_sync.options import Refused, refuse
-from optx_sync.rows.slices import IndexedSlices
-from optx_sync.shapes import Array, Float
-from optx_sync.trees import Tree, is_nothing, is_slices
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Float
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.core.trees import Tree, is_nothing, is_slices
 
 # Of the moving averages of S and |G|^2. Both start at 0, which cancels in the ratio.
 DECAY = 0.99

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import explains_inner
 from optx_sync.comm.varying import vary_like
+from optx_sync.core.checks import explains_inner
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.agree import agree, with_update
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing
-from optx_sync.trees import Tree
 
 
 class MeetingState(NamedTuple):

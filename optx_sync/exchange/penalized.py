@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_function, integer, interval
 from optx_sync.comm.collectives import AxisName, axis_index, gather
 from optx_sync.comm.norms import Number, norm_of
 from optx_sync.comm.reduce import or_one, own_weight, weight_divisor
 from optx_sync.comm.varying import localize, norm_axes
+from optx_sync.core.checks import check_function, integer, interval
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Bool, Float, Int32
+from optx_sync.core.trees import Tree, is_inexact, path_name, where
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.options import Refused, refuse
-from optx_sync.placement.fields import OF_SUMS, OWN_COUNT, OWN_SUM, declare
-from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.trees import Tree, is_inexact, path_name, where
+from optx_sync.state.fields import OF_SUMS, OWN_COUNT, OWN_SUM, declare
 
 
 class NormHistory(NamedTuple):

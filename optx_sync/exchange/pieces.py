@@ -17,10 +17,16 @@ from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize_where_mapped, require_local
+from optx_sync.core.shapes import Array, Float, UInt8
+from optx_sync.core.trees import (
+    Tree,
+    at_least_float32,
+    is_floating,
+    path_name,
+    round_to,
+)
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
-from optx_sync.placement.fields import InPieces
-from optx_sync.shapes import Array, Float, UInt8
-from optx_sync.trees import Tree, at_least_float32, is_floating, path_name, round_to
+from optx_sync.state.fields import InPieces
 
 # (buffers w_i x_i, the weight, the axis) -> (the means of these buffers, what this
 # replica owes of each, the sum of the weights).

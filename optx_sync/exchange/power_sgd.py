@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import integer, interval
 from optx_sync.comm import buffers
 from optx_sync.comm.reduce import own_weight, reduce, reduce_and_sum, weigh
 from optx_sync.comm.varying import localize, sum_shards, vary_like
+from optx_sync.core.checks import integer, interval
+from optx_sync.core.shapes import Array, Float
+from optx_sync.core.trees import Tree, is_masked, leaves_with_names, path_name
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.placement.fields import LIKE_PARAMS, declare
-from optx_sync.shapes import Array, Float
-from optx_sync.trees import Tree, is_masked, leaves_with_names, path_name
+from optx_sync.state.fields import LIKE_PARAMS, declare
 
 
 @declare(factors=LIKE_PARAMS)

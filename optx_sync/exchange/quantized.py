@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optx_sync.checks import integer
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
+from optx_sync.core.checks import integer
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Float, Int32, UInt8
 from optx_sync.exchange import pieces
 from optx_sync.exchange.codes import KINDS, Blocks, Codes, Scales
 from optx_sync.exchange.contract import Code, Exchange, Met
-from optx_sync.options import Refused, refuse
-from optx_sync.shapes import Array, Float, Int32, UInt8
 
 Weight: TypeAlias = Float[Array, ""]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]

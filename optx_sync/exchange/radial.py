@@ -7,17 +7,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_function
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.norms import norm_of, unit_of
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.comm.varying import norm_axes
+from optx_sync.core.checks import check_function
+from optx_sync.core.trees import Tree, is_inexact, path_name, round_to
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable, shapes_too
 from optx_sync.exchange.robust import norms
-from optx_sync.trees import Tree, is_inexact, path_name, round_to
 
 # A mean of unit vectors that is shorter says nothing of a direction: rounding does.
 _SHORT = 1e-3

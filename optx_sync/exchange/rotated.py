@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.checks import check_seed, integer
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import axis_size
 from optx_sync.comm.reduce import own_weight
+from optx_sync.core.checks import check_seed, integer
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Float
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.options import Refused, refuse
-from optx_sync.shapes import Array, Float
 
 
 def rotated(

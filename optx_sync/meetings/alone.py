@@ -9,8 +9,8 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.worker import Center
-from optx_sync.checks import integer
-from optx_sync.trees import Tree, brief
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import Tree, brief
 
 
 def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:

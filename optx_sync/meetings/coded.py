@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.trees import Tree, is_floating, leaves_with_names
 from optx_sync.exchange.contract import Exchange, check_exchange
-from optx_sync.options import Refused, refuse
-from optx_sync.trees import Tree, is_floating, leaves_with_names
 
 
 class _Pushes(NamedTuple):

@@ -8,9 +8,9 @@ the simulation with those of a virtual clock.
 import dataclasses
 import math
 
-from optx_sync.checks import integer, interval
+from optx_sync.core.checks import integer, interval
+from optx_sync.core.trees import brief, call_it
 from optx_sync.exchange.contract import Exchange, check_exchange
-from optx_sync.trees import brief, call_it
 
 
 @dataclasses.dataclass(frozen=True)

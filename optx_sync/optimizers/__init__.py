@@ -31,7 +31,7 @@ from optx_sync.optimizers.grad_variance_scaled import (
     grad_variance_scaled as grad_variance_scaled,
 )
 from optx_sync.optimizers.slots import slot as slot
-from optx_sync.signatures import readable as _readable
+from optx_sync.core.signatures import readable as _readable
 from optx_sync.optimizers.slots import slot_names as slot_names
 
 _readable(globals())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval, one_of
+from optx_sync.core.checks import interval, one_of
 from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 

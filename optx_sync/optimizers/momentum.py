@@ -6,7 +6,7 @@ from typing import NamedTuple
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
+from optx_sync.core.checks import interval
 from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 

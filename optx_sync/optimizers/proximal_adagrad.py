@@ -8,7 +8,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
+from optx_sync.core.checks import interval
 from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, soft_threshold
 
 

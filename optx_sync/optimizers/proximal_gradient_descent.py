@@ -4,7 +4,7 @@
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import interval
+from optx_sync.core.checks import interval
 from optx_sync.optimizers.rule import LeafRule, from_rule, soft_threshold
 
 

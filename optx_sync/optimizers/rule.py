@@ -46,10 +46,16 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import check_grads, check_params, check_rate, interval, one_of
-from optx_sync.rows.slices import DROP, ORDERED, IndexedSlices, like_rows
-from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import Tree, at_least_float32, is_gradient_leaf, path_name
+from optx_sync.core.checks import (
+    check_grads,
+    check_params,
+    check_rate,
+    interval,
+    one_of,
+)
+from optx_sync.core.shapes import Array, Float, Int32
+from optx_sync.core.slices import DROP, ORDERED, IndexedSlices, like_rows
+from optx_sync.core.trees import Tree, at_least_float32, is_gradient_leaf, path_name
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 # One slot of a rule: in a `LeafRule` its initial value, in a state a tree like the

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.core.trees import Tree, is_masked
 from optx_sync.optimizers.rule import RuleState
-from optx_sync.placement import fields
-from optx_sync.trees import Tree, is_masked
+from optx_sync.state import fields
 
 
 def slot_names(state: optax.OptState) -> tuple[str, ...]:

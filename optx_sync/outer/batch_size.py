@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from optx_sync.checks import integer, interval
+from optx_sync.core.checks import integer, interval
 
 
 def next_batch_size(

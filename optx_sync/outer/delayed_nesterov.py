@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_rate, integer, interval
-from optx_sync.shapes import Array, Int32
-from optx_sync.trees import times, where, zeros_like
+from optx_sync.core.checks import check_rate, integer, interval
+from optx_sync.core.shapes import Array, Int32
+from optx_sync.core.trees import times, where, zeros_like
 
 
 class DelayedNesterovState(NamedTuple):

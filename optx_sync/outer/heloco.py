@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import check_rate, interval
 from optx_sync.comm.buffers import wide
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.norms import Axes, norm_of, unit_of
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import axes_of, sum_over
-from optx_sync.trees import times, zeros_like
+from optx_sync.core.checks import check_rate, interval
+from optx_sync.core.trees import times, zeros_like
 
 
 class HeLoCoState(NamedTuple):

@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_rate, integer, interval
+from optx_sync.core.checks import check_rate, integer, interval
 
 
 def qsr(

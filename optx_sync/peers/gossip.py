@@ -33,7 +33,6 @@ from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState, norm_of
 from optx_sync.center.worker import Center
-from optx_sync.checks import check_inner, check_seed, floating, shows_call
 from optx_sync.comm.buffers import Joint, alike, joinable, wide
 from optx_sync.comm.collectives import (
     AxisName,
@@ -43,21 +42,22 @@ from optx_sync.comm.collectives import (
 )
 from optx_sync.comm.reduce import reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize_where_mapped, vary_like
-from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.meeting import MeetingState
-from optx_sync.options import Refused, refuse
-from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
-from optx_sync.peers.stability import check_cycle, check_pairs
-from optx_sync.placement import fields
-from optx_sync.shapes import Array, Float, Int32
-from optx_sync.signatures import readable as _readable
-from optx_sync.step import Direct, direct_transformation
-from optx_sync.trees import (
+from optx_sync.core.checks import check_inner, check_seed, floating, shows_call
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Float, Int32
+from optx_sync.core.signatures import readable as _readable
+from optx_sync.core.trees import (
     Tree,
     at_least_float32,
     is_inexact,
     is_masked,
 )
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.meeting import MeetingState
+from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
+from optx_sync.peers.stability import check_cycle, check_pairs
+from optx_sync.state import fields
+from optx_sync.state.apply import Direct, direct_transformation
 
 
 class GossipMetrics(NamedTuple):

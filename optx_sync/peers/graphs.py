@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
 
 Weight = float | tuple[float, ...]  # the same for all workers, or one for each
 

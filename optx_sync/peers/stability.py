@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.core.programs import as_optax_expects
 from optx_sync.peers.graphs import Graph
-from optx_sync.programs import as_optax_expects
 
 # For more workers than this the matrices of a cycle are not multiplied out.
 _CHECKED_WORKERS = 128

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas with equal parameters: their gradients are reduced in every step."""
+"""How gradients of replicas with equal parameters meet, in every step.
+
+Made of `exchange`: a gradient is reduced, or its pieces, and `inner` steps on the mean.
+"""

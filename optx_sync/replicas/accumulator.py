@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync import trees
-from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
-from optx_sync.shapes import Array, Bool
-from optx_sync.trees import Tree
+from optx_sync.core import trees
+from optx_sync.core.shapes import Array, Bool
+from optx_sync.core.slices import DROP, FILL, IndexedSlices, like_rows
+from optx_sync.core.trees import Tree
 
 # The dtypes of sums whose weights are kept in float64.
 _WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}

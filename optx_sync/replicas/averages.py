@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync import trees
-from optx_sync.trees import Tree
+from optx_sync.core import trees
+from optx_sync.core.trees import Tree
 
 Decay: TypeAlias = float | optax.Schedule
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync import checks
 from optx_sync.comm import collectives, varying
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
+from optx_sync.core import checks
+from optx_sync.core.programs import axes_of_pieces
+from optx_sync.core.trees import at_least_float32
 from optx_sync.exchange.contract import require_dense
-from optx_sync.programs import axes_of_pieces
-from optx_sync.trees import at_least_float32
 
 
 @checks.shows_call("oxs.clip_by_global_norm(1.0, 'data')")

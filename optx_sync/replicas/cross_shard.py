@@ -6,24 +6,24 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from optx_sync import checks, trees
 from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName, GroupAssignment
 from optx_sync.comm.reduce import Reduction
+from optx_sync.core import checks, trees
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.programs import Elementwise
+from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract, measures
 from optx_sync.exchange.agree import times
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing, Pieces
 from optx_sync.exchange.meeting import Meeting
-from optx_sync.metrics import Info, or_none
-from optx_sync.options import Refused, refuse
-from optx_sync.placement import fields
-from optx_sync.programs import Elementwise
 from optx_sync.replicas import owners
 from optx_sync.replicas.landing import OwnedLanding
-from optx_sync.step import refuse_unread, take_weight
-from optx_sync.trees import Tree
+from optx_sync.state import fields
+from optx_sync.state.apply import refuse_unread, take_weight
+from optx_sync.state.metrics import Info, or_none
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"

@@ -4,17 +4,17 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from optx_sync import trees
-from optx_sync.checks import refuse_placeholder
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
+from optx_sync.core import trees
+from optx_sync.core.checks import refuse_placeholder
+from optx_sync.core.trees import Tree
 from optx_sync.exchange import landing, pieces
 from optx_sync.exchange.contract import Exchange, Met
 from optx_sync.exchange.landing import Contribution, Landing
-from optx_sync.placement import fields
 from optx_sync.replicas import owners
-from optx_sync.trees import Tree
+from optx_sync.state import fields
 
 
 @fields.declare(

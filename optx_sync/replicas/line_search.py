@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from optx_sync import checks
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import MeanOfReplicas, reduce
 from optx_sync.comm.varying import localize
-from optx_sync.trees import Tree
+from optx_sync.core import checks
+from optx_sync.core.trees import Tree
 
 
 @checks.shows_call("oxs.value_fn(loss, 'data')")

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync import programs
+from optx_sync.core import programs
+from optx_sync.core.programs import Elementwise, Leafwise, Mixes, Values
+from optx_sync.core.trees import Tree, cast_like, path_name
 from optx_sync.exchange.pieces import shapes_too
-from optx_sync.placement.fields import Owned
-from optx_sync.programs import Elementwise, Leafwise, Mixes, Values
-from optx_sync.trees import Tree, cast_like, path_name
+from optx_sync.state.fields import Owned
 
 _MASKED = optax.MaskedNode()
 

@@ -8,13 +8,13 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optx_sync import checks
+from optx_sync.core import checks
+from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract
 from optx_sync.exchange.pieces import shapes_too
-from optx_sync.placement import fields
-from optx_sync.placement.fields import InStacks, Owned
 from optx_sync.replicas import owners
-from optx_sync.trees import Tree
+from optx_sync.state import fields
+from optx_sync.state.fields import InStacks, Owned
 
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

@@ -9,29 +9,29 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync import checks, trees
 from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName
+from optx_sync.core import checks, trees
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Bool, Float, Int32
+from optx_sync.core.slices import IndexedSlices, unique_rows
+from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract, measures
 from optx_sync.exchange.agree import agree, square_within, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing
-from optx_sync.metrics import Info, or_none
-from optx_sync.options import Refused, refuse
-from optx_sync.placement import fields
 from optx_sync.replicas import accumulator, averages, tokens
 from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay
-from optx_sync.rows.slices import IndexedSlices, unique_rows
-from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.step import (
+from optx_sync.state import fields
+from optx_sync.state.apply import (
     Direct,
     direct_transformation,
     refuse_unread,
     take_weight,
 )
-from optx_sync.trees import Tree
+from optx_sync.state.metrics import Info, or_none
 
 _CALL = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optx_sync.checks import explains_inner, fill_missing, integer
+from optx_sync.core.checks import explains_inner, fill_missing, integer
+from optx_sync.core.trees import Tree, add_updates, cast_like, is_placeholder
 from optx_sync.replicas import accumulator
 from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import (
@@ -21,7 +22,6 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
-from optx_sync.trees import Tree, add_updates, cast_like, is_placeholder
 
 
 class Tokens(NamedTuple):

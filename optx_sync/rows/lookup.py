@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.rows import slices
-from optx_sync.rows.slices import FILL, ORDERED, as_int32, known_numbers
-from optx_sync.shapes import Array, Key, Shaped
-from optx_sync.trees import Tree, at_least_float32, brief
+from optx_sync.core import slices
+from optx_sync.core.shapes import Array, Key, Shaped
+from optx_sync.core.slices import FILL, ORDERED, as_int32, known_numbers
+from optx_sync.core.trees import Tree, at_least_float32, brief
 
 
 def take(table: Tree, ids: slices.Numbers) -> jax.Array:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync import trees
-from optx_sync.rows.slices import rebuild, unique_rows
-from optx_sync.trees import Tree
+from optx_sync.core import trees
+from optx_sync.core.slices import rebuild, unique_rows
+from optx_sync.core.trees import Tree
 
 Tables: TypeAlias = dict[int, jax.Array]  # by the numbers of their leaves
 

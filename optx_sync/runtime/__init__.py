@@ -7,6 +7,7 @@ connection, any object with the methods of `Connection`; a `Server` in the same 
 is one.
 """
 
+from optx_sync.core.signatures import readable as _readable
 from optx_sync.meetings.quorum import Quorum as Quorum
 from optx_sync.meetings.quorum import one as one
 from optx_sync.meetings.quorum import quorum as quorum
@@ -28,6 +29,5 @@ from optx_sync.runtime.server import Server as Server
 from optx_sync.runtime.worker import Connection as Connection
 from optx_sync.runtime.worker import Preempted as Preempted
 from optx_sync.runtime.worker import Worker as Worker
-from optx_sync.signatures import readable as _readable
 
 _readable(globals())

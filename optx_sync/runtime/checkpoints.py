@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
-from optx_sync.trees import names_of
+from optx_sync.core.trees import names_of
+from optx_sync.workers.fingerprints import Damaged, by_name, compare, sealed, unsealed
 
 # The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"

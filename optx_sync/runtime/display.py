@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Container
 from typing import Any, NamedTuple
 
+from optx_sync.core.trees import Tree
 from optx_sync.runtime.messages import Event
-from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 

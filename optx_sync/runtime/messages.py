@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from optx_sync.trees import Tree
+from optx_sync.core.trees import Tree
 
 # The path of a variable -> its array, or those rows of it that belong to the part. A
 # gradient may also be (indices, values) of some rows, or `None`.

@@ -10,10 +10,10 @@ import numpy as np
 
 from optx_sync.center.fragments import Fragments, Partition, number_of_parts
 from optx_sync.center.worker import start_center
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import Tree, path_name
 from optx_sync.meetings.coded import bytes_of
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, path_name
 
 
 class PartsLayout(NamedTuple):

@@ -19,7 +19,8 @@ import optax
 
 from optx_sync.center import contract
 from optx_sync.center.fragments import Fragments, steps_between
-from optx_sync.checks import check_inner, integer, interval
+from optx_sync.core.checks import check_inner, integer, interval
+from optx_sync.core.trees import Tree, brief
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
@@ -39,7 +40,6 @@ from optx_sync.runtime.ray_actors import (
 )
 from optx_sync.runtime.samples import Samples
 from optx_sync.runtime.worker import Worker
-from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5

@@ -23,6 +23,7 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime import protocol
@@ -37,7 +38,6 @@ from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import SharedLine, Unseen
 from optx_sync.runtime.worker import Preempted, Worker
-from optx_sync.trees import Tree
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
 SERVER_PATIENCE_SECONDS = 300.0

@@ -4,7 +4,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
 
 
 class Lease(NamedTuple):

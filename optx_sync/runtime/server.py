@@ -19,7 +19,8 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import bytes_of
 from optx_sync.meetings.quorum import Quorum
@@ -41,7 +42,6 @@ from optx_sync.runtime.messages import (
 from optx_sync.runtime.parts import PartsLayout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Request
 from optx_sync.runtime.samples import Lease, Ledger, Samples
-from optx_sync.trees import Tree
 
 # Seconds that a worker may wait for its token before it must ask again: few, since the
 # worker may have died.

@@ -15,7 +15,8 @@ import optax
 
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
-from optx_sync.checks import check_grads, check_inner, interval
+from optx_sync.core.checks import check_grads, check_inner, interval
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import bytes_of
 from optx_sync.meetings.quorum import Quorum
@@ -24,7 +25,6 @@ from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
-from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 # How many ranges of samples a worker leases at once.

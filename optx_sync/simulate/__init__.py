@@ -6,7 +6,7 @@ here worker by worker, to test and study the effects of asynchrony on training, 
 thousands of workers if necessary.
 """
 
-from optx_sync.signatures import readable as _readable
+from optx_sync.core.signatures import readable as _readable
 from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRecord
 from optx_sync.simulate.asynchronous import AsynchronousState as AsynchronousState
 from optx_sync.simulate.asynchronous import WorkerState as WorkerState

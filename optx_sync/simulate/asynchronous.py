@@ -15,15 +15,15 @@ from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
+from optx_sync.core.shapes import Array, Bool, Float, Int32
+from optx_sync.core.trees import Tree, row_of, with_row, zeros_like
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.alone import check_delay
-from optx_sync.placement.leaves import stack
-from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.simulate.engine import Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import Tree, row_of, with_row, zeros_like
+from optx_sync.state.leaves import stack
 
 
 class OnTheWay(NamedTuple):

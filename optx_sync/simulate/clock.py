@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from optx_sync.center.fragments import steps_between
-from optx_sync.checks import check_function, integer, interval
+from optx_sync.core.checks import check_function, integer, interval
 from optx_sync.meetings.alone import check_delay
 from optx_sync.meetings.quorum import Quorum, check_meet
 

@@ -14,16 +14,15 @@ from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import Center, Worker
+from optx_sync.core.options import Refused, refuse
+from optx_sync.core.shapes import Array, Bool, Float
+from optx_sync.core.trees import Tree, is_nothing, row_of, where, with_row
 from optx_sync.exchange import landing
 from optx_sync.exchange.agree import agree, times
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
 from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum, check_meet
-from optx_sync.metrics import Info
-from optx_sync.options import Refused, refuse
-from optx_sync.placement.leaves import stack
-from optx_sync.shapes import Array, Bool, Float
 from optx_sync.simulate.clock import (
     Failure,
     Happening,
@@ -36,7 +35,8 @@ from optx_sync.simulate.clock import (
 )
 from optx_sync.simulate.engine import Around, Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, replay
-from optx_sync.trees import Tree, is_nothing, row_of, where, with_row
+from optx_sync.state.leaves import stack
+from optx_sync.state.metrics import Info
 
 _AXIS = "workers"
 

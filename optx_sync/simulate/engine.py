@@ -19,13 +19,13 @@ from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import Fragments, Partition, check_fragments
 from optx_sync.center.round import of_part
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_function, check_grads, check_inner
+from optx_sync.core.checks import check_function, check_grads, check_inner
+from optx_sync.core.trees import Tree, is_finite, where
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import coded
 from optx_sync.meetings.alone import absorb, check_suits, share_of_one, weighed
 from optx_sync.optimizers.rule import RuleState
 from optx_sync.simulate.replay import GradFn
-from optx_sync.trees import Tree, is_finite, where
 
 # A part of the center before and after a meeting.
 Around: TypeAlias = tuple[Tree, Tree]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from optx_sync.checks import integer
-from optx_sync.trees import Tree
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import Tree
 
 GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
 Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None

@@ -10,15 +10,15 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import check_function, check_grads, check_inner, integer
+from optx_sync.core.checks import check_function, check_grads, check_inner, integer
+from optx_sync.core.shapes import Array, Bool, Int32
+from optx_sync.core.slices import unique_rows
+from optx_sync.core.trees import Tree
 from optx_sync.replicas import tokens as queue
 from optx_sync.replicas.accumulator import Accumulator, accumulate
 from optx_sync.replicas.averages import check_averages
 from optx_sync.replicas.tokens import Chief, Held, Tokens
-from optx_sync.rows.slices import unique_rows
-from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import Tree
 
 
 class SyncReplicasMachine(NamedTuple):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from benchmarks import by_hand
-from optx_sync import hlo
+from optx_sync.audit import hlo
 from tests import contexts
 
 RULES = [name for name, case in by_hand.CASES.items() if not case.replicated]

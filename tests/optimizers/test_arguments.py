@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.core.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 from tests.refusals import all_refused
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax import lax
 
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.core.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 from tests.recorded import GOLDEN, arrays_of, recorded
 

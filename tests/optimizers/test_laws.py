@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import by_hand
+from optx_sync.core.slices import IndexedSlices
 from optx_sync.optimizers.adam import adam
 from optx_sync.optimizers.rmsprop import rmsprop
-from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 from tests.meshes import mesh_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from optx_sync.core.slices import IndexedSlices
 from optx_sync.optimizers.rule import LeafRule, from_rule
-from optx_sync.rows.slices import IndexedSlices
 from tests.refusals import all_refused
 
 

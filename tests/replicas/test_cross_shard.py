@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync.audit import hlo
 from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
 from tests.recorded import arrays_of, inner_of, recorded

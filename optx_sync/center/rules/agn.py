@@ -7,9 +7,9 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner, one_of, shows_call
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import Reduction
+from optx_sync.core.checks import check_inner, one_of, shows_call
 
 Accumulate = Literal["gradients", "updates"]
 _CALL = "oxs.agn(optax.adamw(1e-3), 'workers', communication_period=10)"

@@ -7,8 +7,8 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import check_inner, shows_call
 from optx_sync.comm.collectives import AxisName
+from optx_sync.core.checks import check_inner, shows_call
 
 _CALL = "oxs.diloco(optax.adamw(1e-3), 'workers', communication_period=500)"
 

@@ -12,9 +12,9 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import integer, shows_call
 from optx_sync.comm.collectives import AxisName
-from optx_sync.trees import Tree, times
+from optx_sync.core.checks import integer, shows_call
+from optx_sync.core.trees import Tree, times
 
 _CALL = "oxs.elastic_average(optax.adamw(1e-3), 'workers', learning_rate=1e-3)"
 

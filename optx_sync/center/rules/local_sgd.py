@@ -7,8 +7,8 @@ import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import CenterOptions, center_variable, spelled_out
-from optx_sync.checks import shows_call
 from optx_sync.comm.collectives import AxisName
+from optx_sync.core.checks import shows_call
 
 _CALL = "oxs.local_sgd(optax.adamw(1e-3), 'workers', communication_period=10)"
 

@@ -6,16 +6,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import interval
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.norms import norm_of
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import norm_axes
+from optx_sync.core.checks import interval
+from optx_sync.core.trees import is_inexact
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.trees import is_inexact
 
 
 def clipped(

@@ -4,8 +4,8 @@
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import integer
 from optx_sync.comm.varying import axes_of_shards, sum_over
+from optx_sync.core.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, check_enough, transposed

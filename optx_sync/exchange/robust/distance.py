@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import integer
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.norms import size_of, unit_of, widest
 from optx_sync.comm.reduce import or_one, reduce
+from optx_sync.core.checks import integer
+from optx_sync.core.shapes import Array, Float
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import (
@@ -23,7 +24,6 @@ from optx_sync.exchange.robust.transposed import (
     check_enough,
     transposed,
 )
-from optx_sync.shapes import Array, Float
 
 Gram: TypeAlias = Float[Array, "replicas replicas"]
 Weights: TypeAlias = Float[Array, " replicas"]

@@ -17,9 +17,9 @@ from optx_sync.comm.buffers import wide
 from optx_sync.comm.collectives import AxisName, gather
 from optx_sync.comm.norms import Axes, Number, norm_of
 from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
+from optx_sync.core.shapes import Array, Bool, Float, Inexact, Int32
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Met
-from optx_sync.shapes import Array, Bool, Float, Inexact, Int32
-from optx_sync.trees import Tree
 
 # Who counts; what each replica says; a number of one replica or of all.
 Counts: TypeAlias = Bool[Array, " replicas"]

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
 from optx_sync.comm.varying import localize, norm_axes
+from optx_sync.core.shapes import Array, Bool, Num
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.shapes import Array, Bool, Num
 
 
 class Everyone(NamedTuple):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreements between server and workers, one file each."""
+"""What server and workers agree on, one idea a file.
+
+Made of `meetings`, `center` and `exchange`, as lockstep is; no file knows Ray.
+"""
 
 from typing import Any, TypeAlias
 
@@ -7,7 +10,8 @@ import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule, Round, static_period
 from optx_sync.center.fragments import check_fragments
-from optx_sync.checks import integer
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import brief
 from optx_sync.meetings.alone import check_delay, check_suits
 from optx_sync.meetings.coded import check_code, check_pull_code
 from optx_sync.meetings.quorum import check_meet
@@ -21,7 +25,6 @@ from optx_sync.runtime.agreements.sync_replicas import (
     Updates,
     sync_replicas_way,
 )
-from optx_sync.trees import brief
 
 Agreement: TypeAlias = CenterRule | SyncReplicas
 Held: TypeAlias = Center | Updates  # at a server; one thread at a time

@@ -9,9 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.core.slices import IndexedSlices
+from optx_sync.core.trees import Tree, leaves_with_names
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, leaves_with_names
 
 
 def arrays_of(tree: Tree) -> Arrays:

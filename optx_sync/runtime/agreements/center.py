@@ -12,6 +12,7 @@ import numpy as np
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import Round
+from optx_sync.core.trees import Tree, is_finite, where
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone, coded
 from optx_sync.runtime.agreements import saved
@@ -22,7 +23,6 @@ from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, is_finite, where
 
 
 class CodedAnswers:

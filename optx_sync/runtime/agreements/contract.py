@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
+from optx_sync.core.trees import Tree, is_finite, where
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.meetings import alone
@@ -19,7 +20,6 @@ from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.own import Terms
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import Tree, is_finite, where
 
 # The axis of the contributions to one meeting.
 AXIS = "contributions"

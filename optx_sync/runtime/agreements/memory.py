@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optx_sync.core.trees import Tree
 from optx_sync.runtime.agreements.arrays import own_buffers
 from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import tree_of
-from optx_sync.trees import Tree
 
 # Below this size, in bytes, fresh memory costs less than to hand out kept one.
 SMALL_BYTES = 2**18

@@ -12,6 +12,7 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.center.fragments import steps_between
+from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import compile_plus_decoded, encoded, start_codes
@@ -21,7 +22,6 @@ from optx_sync.runtime.agreements.arrays import arrays_of, beside, copied
 from optx_sync.runtime.agreements.memory import Received, Sharing
 from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.runtime.parts import PartsLayout, tree_of
-from optx_sync.trees import Tree
 
 
 class Traffic(NamedTuple):

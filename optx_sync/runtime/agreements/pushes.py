@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optx_sync.core.slices import FIRST_PADDING
+from optx_sync.core.trees import Tree, path_name, some
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.coded import decoded, message_shapes
-from optx_sync.rows.slices import FIRST_PADDING
 from optx_sync.runtime.messages import Arrays, PushRefused
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, path_name, some
 
 
 class Expected:

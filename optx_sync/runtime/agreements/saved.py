@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.placement.leaves import is_key, on_data
+from optx_sync.core.trees import Tree, some
 from optx_sync.runtime.messages import Arrays
-from optx_sync.trees import Tree, some
+from optx_sync.state.leaves import is_key, on_data
 
 Notes: TypeAlias = dict[str, Any]  # what JSON can hold
 

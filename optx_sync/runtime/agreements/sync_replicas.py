@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.checks import check_inner
+from optx_sync.core.checks import check_inner
+from optx_sync.core.slices import IndexedSlices, unique_rows
+from optx_sync.core.trees import Tree, cast_like, is_finite
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.tokens import (
     Chief,
@@ -19,7 +21,6 @@ from optx_sync.replicas.tokens import (
     tokens_of_update,
     tokens_with,
 )
-from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract, saved
 from optx_sync.runtime.agreements.arrays import arrays_of, copied
 from optx_sync.runtime.agreements.memory import Received
@@ -27,7 +28,6 @@ from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, cast_like, is_finite
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:

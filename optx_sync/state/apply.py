@@ -15,16 +15,16 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync import trees
-from optx_sync.checks import (
+from optx_sync.core import trees
+from optx_sync.core.checks import (
     check_inner,
     explains_inner,
     explains_state,
     integer,
     require_state,
 )
-from optx_sync.placement import fields, held
-from optx_sync.trees import Tree
+from optx_sync.core.trees import Tree
+from optx_sync.state import fields, held
 
 Period = int | optax.Schedule
 

@@ -15,14 +15,14 @@ import numpy as np
 import optax
 
 from optx_sync.center.state import CenterState
-from optx_sync.fingerprints import fingerprint
-from optx_sync.forms import Form, is_trained
-from optx_sync.placement import fields, held
-from optx_sync.placement.held import is_of_optimizer
-from optx_sync.placement.layout import Arrays, Layout, Levels, marks
-from optx_sync.placement.leaves import Leaf, is_key
-from optx_sync.placement.workers import map_workers
-from optx_sync.trees import KeyPath, one_or_several, path_name
+from optx_sync.core.forms import Form, is_trained
+from optx_sync.core.trees import KeyPath, one_or_several, path_name
+from optx_sync.state import fields, held
+from optx_sync.state.held import is_of_optimizer
+from optx_sync.state.leaves import Leaf, is_key
+from optx_sync.workers.fingerprints import fingerprint
+from optx_sync.workers.layout import Arrays, Layout, Levels, marks
+from optx_sync.workers.mapped import map_workers
 
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.checks import check_no_train_state, integer, one_of
 from optx_sync.comm.collectives import (
     AxisName,
     axis_index,
@@ -16,21 +15,18 @@ from optx_sync.comm.collectives import (
     psum,
 )
 from optx_sync.comm.varying import localize
-from optx_sync.fingerprints import by_name
-from optx_sync.peers.gossip import mean_params as mean_params
-from optx_sync.placement import leaves as placing
-from optx_sync.placement.leaves import Leaf, map_leaves
-from optx_sync.placement.resize import Joiners, Resize, worker_axes
-from optx_sync.placement.workers import map_workers as map_workers
-from optx_sync.signatures import readable as _readable
-from optx_sync.step import due as due
-from optx_sync.trees import (
+from optx_sync.core.checks import check_no_train_state, integer, one_of
+from optx_sync.core.trees import (
     Tree,
     check_arrays,
     check_transformation,
     first_worker,
     pure,
 )
+from optx_sync.state import leaves as placing
+from optx_sync.state.leaves import Leaf, map_leaves
+from optx_sync.workers.fingerprints import by_name
+from optx_sync.workers.resize import Joiners, Resize, worker_axes
 
 
 def state_axes(
@@ -342,6 +338,3 @@ def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
     state = jax.eval_shape(tx.init, params)
     placing.refuse_around_center(state)
     return state
-
-
-_readable(globals())

@@ -14,16 +14,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from optx_sync import forms
 from optx_sync.center.turns import QUIET, Counters
-from optx_sync.checks import check_function
 from optx_sync.comm.collectives import UnequalError, names_of_axes
-from optx_sync.front.kinds import Counted, Kinds, KindsAsked, Rule
-from optx_sync.placement import fields, held
-from optx_sync.placement.layout import Arrays, Layout, marks, new_value, strong
-from optx_sync.placement.leaves import Mark, is_key, is_raw_key
-from optx_sync.placement.workers import map_workers, with_specs
-from optx_sync.trees import KeyPath, Tree, check_arrays, path_name
+from optx_sync.core import forms
+from optx_sync.core.checks import check_function
+from optx_sync.core.trees import KeyPath, Tree, check_arrays, path_name
+from optx_sync.state import fields, held
+from optx_sync.state.leaves import Mark, is_key, is_raw_key
+from optx_sync.workers.kinds import Counted, Kinds, KindsAsked, Rule
+from optx_sync.workers.layout import Arrays, Layout, marks, new_value, strong
+from optx_sync.workers.mapped import map_workers, with_specs
 
 
 @jax.tree_util.register_static

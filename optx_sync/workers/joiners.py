@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync import forms
 from optx_sync.comm.shards import Names
-from optx_sync.forms import Form
-from optx_sync.placement import held
-from optx_sync.placement.leaves import is_key, leaves_of
-from optx_sync.trees import Tree, names_of, path_name
+from optx_sync.core import forms
+from optx_sync.core.forms import Form
+from optx_sync.core.trees import Tree, names_of, path_name
+from optx_sync.state import held
+from optx_sync.state.leaves import is_key, leaves_of
 
 # Where no worker joins, `None`; else one worker's state, or a function of a worker's
 # number that returns one.

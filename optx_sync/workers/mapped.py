@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optx_sync import forms
-from optx_sync.checks import check_function
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
@@ -24,14 +22,16 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
-from optx_sync.placement.leaves import Mark, is_none, marks_of
-from optx_sync.trees import (
+from optx_sync.core import forms
+from optx_sync.core.checks import check_function
+from optx_sync.core.trees import (
     Tree,
     check_arrays,
     is_inexact,
     one_or_several,
     path_name,
 )
+from optx_sync.state.leaves import Mark, is_none, marks_of
 
 
 def map_workers(

@@ -23,19 +23,8 @@ from jax.sharding import (
 
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.forms import Form
-from optx_sync.placement import fields, held
-from optx_sync.placement.joiners import Given, fill
-from optx_sync.placement.leaves import (
-    Leaf,
-    Mark,
-    is_key,
-    on_data,
-    specs_like,
-    stacked,
-)
-from optx_sync.placement.resize import Resize
-from optx_sync.trees import (
+from optx_sync.core.forms import Form
+from optx_sync.core.trees import (
     Tree,
     at_least_float32,
     first_worker,
@@ -43,6 +32,17 @@ from optx_sync.trees import (
     path_name,
     some,
 )
+from optx_sync.state import fields, held
+from optx_sync.state.leaves import (
+    Leaf,
+    Mark,
+    is_key,
+    on_data,
+    specs_like,
+    stacked,
+)
+from optx_sync.workers.joiners import Given, fill
+from optx_sync.workers.resize import Resize
 
 One: TypeAlias = Literal["mean", "first"]
 # Of each array of a tree, the levels along whose worker axes it lies.

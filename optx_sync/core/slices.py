@@ -11,8 +11,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from optx_sync.shapes import Array, Bool, Int32, Key
-from optx_sync.trees import SlicesLeaf, Tree, at_least_float32, is_slices
+from optx_sync.core.shapes import Array, Bool, Int32, Key
+from optx_sync.core.trees import SlicesLeaf, Tree, at_least_float32, is_slices
 
 # Rows as users may pass them: an array, or a list of numbers.
 Numbers: TypeAlias = ArrayLike | Sequence[Any]

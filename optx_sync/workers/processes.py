@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optx_sync.checks import interval
+from optx_sync.core.checks import interval
 
 TIMEOUT = 1200.0  # what Orbax gives the writing of a checkpoint
 # Processes wait equally often: the number tells one wait from the next in all of them.

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.placement import fields
-from optx_sync.placement.leaves import (
+from optx_sync.core.trees import Tree, is_inexact, is_masked, path_name, users_level
+from optx_sync.state import fields
+from optx_sync.state.leaves import (
     TO_CUT,
     Leaf,
     fold_keys,
@@ -23,7 +24,6 @@ from optx_sync.placement.leaves import (
     on_data,
     stacked_axes,
 )
-from optx_sync.trees import Tree, is_inexact, is_masked, path_name, users_level
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
 Numbers: TypeAlias = Any  # an array of NumPy; of JAX where it holds random keys

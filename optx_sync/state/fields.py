@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import Tree
+from optx_sync.core.trees import Tree
 
 
 class FieldKind(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from optx_sync.checks import check_function
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
+from optx_sync.core.checks import check_function
+from optx_sync.core.slices import rebuild
+from optx_sync.core.trees import Tree, names_of, path_name
 from optx_sync.rows.lookup import _gather, _GatheredRows
-from optx_sync.rows.slices import rebuild
-from optx_sync.trees import Tree, names_of, path_name
 
 
 def value_and_grad(

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync import trees
-from optx_sync.rows.slices import IndexedSlices, check_rows
-from optx_sync.trees import Tree
+from optx_sync.core import trees
+from optx_sync.core.slices import IndexedSlices, check_rows
+from optx_sync.core.trees import Tree
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

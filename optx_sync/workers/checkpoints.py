@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 
 from optx_sync.comm.shards import Names
-from optx_sync.fingerprints import by_name
-from optx_sync.forms import Form
-from optx_sync.front.processes import Processes
-from optx_sync.placement.layout import Arrays
-from optx_sync.trees import Tree, names_of
+from optx_sync.core.forms import Form
+from optx_sync.core.trees import Tree, names_of
+from optx_sync.workers.fingerprints import by_name
+from optx_sync.workers.layout import Arrays
+from optx_sync.workers.processes import Processes
 
 # What Orbax calls the arrays of a checkpoint: its CheckpointManager, and its v1.
 _ITEMS = ("default", "state")

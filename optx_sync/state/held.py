@@ -10,15 +10,15 @@ import numpy as np
 import optax
 
 from optx_sync.comm.shards import Names
-from optx_sync.forms import Form, Structure, is_variable, split
-from optx_sync.placement import fields
-from optx_sync.placement.leaves import (
+from optx_sync.core.forms import Form, Structure, is_variable, split
+from optx_sync.core.trees import Tree, is_masked, names_of
+from optx_sync.state import fields
+from optx_sync.state.leaves import (
     Leaf,
     is_optax,
     map_leaves,
     refuse_around_center,
 )
-from optx_sync.trees import Tree, is_masked, names_of
 
 _PACKAGE = __name__.split(".")[0]
 

@@ -28,9 +28,9 @@ from jax.experimental import multihost_utils
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.shards import Names
-from optx_sync.placement.leaves import equal_on_replicas, is_key
-from optx_sync.shapes import Array, Bool, Int32, UInt32
-from optx_sync.trees import Tree, check_arrays, names_of, path_name, pure
+from optx_sync.core.shapes import Array, Bool, Int32, UInt32
+from optx_sync.core.trees import Tree, check_arrays, names_of, path_name, pure
+from optx_sync.state.leaves import equal_on_replicas, is_key
 
 _MIX = 0x9E3779B9
 # The keys, among saved notes, of the arrays' words and of the notes' own sum.

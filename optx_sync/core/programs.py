@@ -18,8 +18,8 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from optx_sync import trees
-from optx_sync.trees import Tree, path_name
+from optx_sync.core import trees
+from optx_sync.core.trees import Tree, path_name
 
 # What is given: a leaf's number, and what it is of that leaf. A text names what differs
 # from place to place beside that.

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.checks import integer
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import cut_numbers, in_rows
-from optx_sync.placement import fields
-from optx_sync.trees import Item, KeyPath, Tree, check_arrays, is_slices, names_of
+from optx_sync.core.checks import integer
+from optx_sync.core.trees import Item, KeyPath, Tree, check_arrays, is_slices, names_of
+from optx_sync.state import fields
 
 # Whether an array has the axis of a level's workers in front (0), or they share it.
 Mark: TypeAlias = int | None

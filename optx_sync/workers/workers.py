@@ -12,23 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from optx_sync import forms
-from optx_sync.checks import integer, one_of, shows_call
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.front import checkpoints
-from optx_sync.front.comparison import Worker, differing
-from optx_sync.front.processes import TIMEOUT
-from optx_sync.front.step import Step
-from optx_sync.metrics import metrics
-from optx_sync.placement import fields, held
-from optx_sync.placement import workers as placing
-from optx_sync.placement.joiners import Given
-from optx_sync.placement.layout import Layout, Levels, One, check_one_number, of_one
-from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.placement.resize import Resize
-from optx_sync.signatures import readable as _readable
-from optx_sync.trees import (
+from optx_sync.core import forms
+from optx_sync.core.checks import integer, one_of, shows_call
+from optx_sync.core.signatures import readable as _readable
+from optx_sync.core.trees import (
     Tree,
     brief,
     is_inexact,
@@ -36,6 +25,17 @@ from optx_sync.trees import (
     path_name,
     users_level,
 )
+from optx_sync.state import fields, held
+from optx_sync.state.leaves import is_key, is_raw_key
+from optx_sync.state.metrics import metrics
+from optx_sync.workers import checkpoints
+from optx_sync.workers import mapped as placing
+from optx_sync.workers.comparison import Worker, differing
+from optx_sync.workers.joiners import Given
+from optx_sync.workers.layout import Layout, Levels, One, check_one_number, of_one
+from optx_sync.workers.processes import TIMEOUT
+from optx_sync.workers.resize import Resize
+from optx_sync.workers.step import Step
 
 
 class Workers:

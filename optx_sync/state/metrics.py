@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read metrics, center and slots from a state.
-
-(The package's function `metrics` has this module's name: `import optx_sync.metrics` and
-`from optx_sync.metrics import ...` find the module.)
-"""
+"""Read metrics, center and slots from a state."""
 
 import functools
 from collections.abc import Callable
@@ -13,8 +9,8 @@ import jax
 import jax.core
 import optax
 
-from optx_sync.placement import fields
-from optx_sync.trees import Tree, is_nothing, pure
+from optx_sync.core.trees import Tree, is_nothing, pure
+from optx_sync.state import fields
 
 
 @fields.declare(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optx_sync.trees import Item, KeyPath, Tree, path_name
+from optx_sync.core.trees import Item, KeyPath, Tree, path_name
 
 # Marks a leaf that is an array. Each step compares all marks, and `None` is quick.
 _ARRAY = None
