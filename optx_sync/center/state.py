@@ -121,6 +121,9 @@ def _kind_of(name: str, state: "CenterState") -> fields.FieldKind:
     return kind.like_params if state.how.alone else kind
 
 
+@fields.WithCenter.register
+@fields.WithLosses.register
+@fields.WithMetrics.register
 class CenterState(NamedTuple):
     """State of `center_variable`.
 

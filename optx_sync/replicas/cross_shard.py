@@ -56,6 +56,7 @@ class CrossShardMetrics(NamedTuple):
     outliers: jax.Array | None
 
 
+@fields.WithMetrics.register
 @fields.declare(
     exchange=lambda state: fields.OF_SUMS if state.summed else fields.OWN,
     info=fields.INFO,

@@ -98,6 +98,9 @@ class Gathered(NamedTuple):
     own_inverse: Float[Array, ""]  # w^2 / b
 
 
+@fields.WithLosses.register
+@fields.WithAverages.register
+@fields.WithMetrics.register
 @fields.declare(
     global_step=fields.SHARED.not_a_slot,
     accumulated=fields.SHARED_ANEW.not_a_slot,

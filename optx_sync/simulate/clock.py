@@ -209,9 +209,9 @@ def clock(
                 f"A failure is (worker, dies at, is back at), with one of {num_workers}"
                 f" workers; got {(worker, dies, back)}."
             )
-        run.later(dies, run.die, worker, back)
+        run.later(dies, _Turn.DIE, worker, back)
     for worker in range(num_workers):
-        run.later(0.0, run.go_on, worker)
+        run.later(0.0, _Turn.GO_ON, worker)
     run.until(until)
     return Timeline(tuple(run.events), num_workers, float(until), **run.totals)
 
@@ -274,8 +274,16 @@ class _Worker:
         self.step_seconds = 0.0  # of its last step
 
 
-# The order of what happens at the same second, by the handlers' names.
-_ORDER = ("die", "back", "end_step", "arrive", "close", "hear", "go_on")
+class _Turn(enum.IntEnum):
+    """What happens to a worker, or a part; at the same second in this order."""
+
+    DIE = 0
+    BACK = 1
+    END_STEP = 2
+    ARRIVE = 3
+    CLOSE = 4
+    HEAR = 5
+    GO_ON = 6
 
 
 @dataclasses.dataclass
@@ -305,32 +313,40 @@ class _Clock:
         names = ("bytes_up", "bytes_down", "step_seconds", "kept_seconds")
         self.totals = {name: np.zeros(len(self.workers)) for name in names}
 
-    def later(self, second: float, what: Callable, who: int, *arguments: Any) -> None:
+        self.handlers: dict[_Turn, Callable[..., None]] = {
+            _Turn.DIE: self.die,
+            _Turn.BACK: self.back,
+            _Turn.END_STEP: self.end_step,
+            _Turn.ARRIVE: self.arrive,
+            _Turn.CLOSE: self.close,
+            _Turn.HEAR: self.hear,
+            _Turn.GO_ON: self.go_on,
+        }
+
+    def later(self, second: float, what: _Turn, who: int, *arguments: Any) -> None:
         """Let something happen at a second, in its turn among what happens then."""
         # No two are alike, so nothing else is compared.
-        order = _ORDER.index(what.__name__), who, next(self.set_off)
-        heapq.heappush(self.queue, (second, order, what, (who, *arguments)))
+        order = what, who, next(self.set_off)
+        heapq.heappush(self.queue, (second, order, arguments))
 
-    def forget(self, who: int, *handlers: str) -> None:
+    def forget(self, who: int, *what: _Turn) -> None:
         """Let nothing of these happen any more to a worker or part."""
-        turns = [(_ORDER.index(name), who) for name in handlers]
+        turns = [(turn, who) for turn in what]
         self.queue = [one for one in self.queue if one[1][:2] not in turns]
         heapq.heapify(self.queue)
 
     def until(self, second: float) -> None:
         """Let all happen until then."""
         while self.queue and self.queue[0][0] <= second:
-            self.now, _, what, arguments = heapq.heappop(self.queue)
-            what(*arguments)
+            self.now, (what, who, _), arguments = heapq.heappop(self.queue)
+            self.handlers[what](who, *arguments)
 
     def note(self, kind: Kind, *what: Any, **more: Any) -> Happening:
         """Write down what happens now."""
         self.events.append(Happening(self.now, kind, *what, **more))
         return self.events[-1]
 
-    def send(
-        self, way: str, worker: int, size: float, what: Callable, *sent: Any
-    ) -> None:
+    def send(self, way: str, worker: int, size: float, what: _Turn, *sent: Any) -> None:
         """Send bytes from or to a worker, and let something happen when they come."""
         self.totals[way][worker] += size
         comes = self.now + self.link(worker, size, self.now)
@@ -340,7 +356,7 @@ class _Clock:
         """A worker begins a step."""
         w = self.workers[worker]
         w.step_seconds = self.seconds(worker, w.steps)
-        self.later(self.now + w.step_seconds, self.end_step, worker)
+        self.later(self.now + w.step_seconds, _Turn.END_STEP, worker)
 
     def end_step(self, worker: int) -> None:
         """A worker has made a step: it takes what is there, and contributes."""
@@ -384,7 +400,7 @@ class _Clock:
         seconds = w.seconds - seconds
         w.sent = _Push(pushed, w.versions[part], w.step_seconds, seconds)
         w.turned, w.brought[part] = w.steps, (w.steps, w.tokens)
-        self.send("bytes_up", worker, size, self.arrive, w.sent)
+        self.send("bytes_up", worker, size, _Turn.ARRIVE, w.sent)
 
     def arrive(self, worker: int, push: _Push) -> None:
         """A contribution comes to the center."""
@@ -419,8 +435,8 @@ class _Clock:
             grace = self.meet.grace_seconds(step, self.delay, spent, sync)
         if self.now + grace < self.closes[part]:
             self.closes[part] = self.now + grace
-            self.forget(part, "close")
-            self.later(self.closes[part], self.close, part)
+            self.forget(part, _Turn.CLOSE)
+            self.later(self.closes[part], _Turn.CLOSE, part)
 
     def close(self, part: int) -> None:
         """The center absorbs what has come, and answers."""
@@ -436,7 +452,7 @@ class _Clock:
         worker, part = push.happening.worker, push.happening.part
         if self.workers[worker].sent is push:
             size, version = self.parts[part], self.versions[part]
-            self.send("bytes_down", worker, size, self.hear, version)
+            self.send("bytes_down", worker, size, _Turn.HEAR, version)
 
     def hear(self, worker: int, version: int) -> None:
         """An answer comes to a worker; one that does not go on without takes it."""
@@ -461,8 +477,8 @@ class _Clock:
         w = self.workers[worker]
         w.sent, w.left = None, math.isinf(back)
         self.note(Kind.DIE, worker)
-        self.forget(worker, *(set(_ORDER) - {"die", "close"}))
-        self.later(back, self.back, worker)
+        self.forget(worker, *(set(_Turn) - {_Turn.DIE, _Turn.CLOSE}))
+        self.later(back, _Turn.BACK, worker)
         for part in list(self.come) if w.left else []:
             self.fill(part)
 
@@ -471,4 +487,4 @@ class _Clock:
         self.workers[worker].start(self.versions)
         self.note(Kind.BACK, worker)
         size = sum(self.parts)
-        self.send("bytes_down", worker, size, self.go_on)
+        self.send("bytes_down", worker, size, _Turn.GO_ON)

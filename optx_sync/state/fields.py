@@ -19,6 +19,7 @@ to report that no step needs. The fields of an `Info` count as the state's own, 
 kinds of the `Info`'s table.
 """
 
+import abc
 import dataclasses
 import enum
 import functools
@@ -150,6 +151,38 @@ def declare(
     return declared
 
 
+class WithCenter(abc.ABC):
+    """A state with a center; who has one says so by `@WithCenter.register`."""
+
+    @abc.abstractmethod
+    def center_params(self, params: Tree) -> Tree:
+        """The center in the structure and dtypes of the parameters."""
+
+
+class WithAverages(abc.ABC):
+    """A state with moving averages of the parameters."""
+
+    @abc.abstractmethod
+    def averaged_params(self, params: Tree) -> Tree:
+        """They in the structure and dtypes of the parameters."""
+
+
+class WithMetrics(abc.ABC):
+    """A state with numbers to log."""
+
+    @abc.abstractmethod
+    def metrics(self, params: Tree | None) -> Any:
+        """A NamedTuple of them; some only with the parameters."""
+
+
+class WithLosses(abc.ABC):
+    """A state of which `resize` may lose something, in the middle of a round."""
+
+    @abc.abstractmethod
+    def lost_by_resize(self, fewer: bool) -> list[tuple[str, str]]:
+        """(what it loses, how not to); `fewer`: of workers."""
+
+
 def declares(x: object) -> bool:
     """Whether this is a state with a table."""
     return hasattr(type(x), "field_kinds")
@@ -157,7 +190,7 @@ def declares(x: object) -> bool:
 
 def is_level(x: Tree) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
-    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(x)
+    return declares(x) and "inner" in x.field_kinds and not _lies_as_params(x)
 
 
 def _lies_as_params(state: Declares) -> bool:
@@ -194,9 +227,14 @@ def center_of(state: Declares) -> tuple[FieldKind, Tree] | None:
     return None
 
 
+def may_have_center(x: object) -> bool:
+    """Whether this is the state of a center rule or of gossip."""
+    return isinstance(x, WithCenter)
+
+
 def has_center(x: Any) -> bool:
-    """Whether this is the state of a center rule or of gossip with a center."""
-    return declares(x) and hasattr(type(x), "center_params") and bool(center_of(x))
+    """Whether it is and has a center."""
+    return may_have_center(x) and bool(center_of(x))
 
 
 def copy_of(state: Declares) -> Tree:
@@ -213,7 +251,7 @@ def has_copy(x: Any) -> bool:
 
 def holds_center(tree: Tree) -> bool:
     """Whether a tree holds the state of a center rule or of gossip anywhere."""
-    return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))
+    return bool(nodes_of(tree, may_have_center))
 
 
 def stands_last(state: Tree) -> bool:

@@ -347,7 +347,7 @@ def refuse_around_center(state: Tree) -> None:
         return isinstance(x, _SOMETIMES)
 
     def is_center(x):
-        return hasattr(type(x), "center_params") and fields.is_level(x)
+        return fields.may_have_center(x) and fields.is_level(x)
 
     for node in fields.nodes_of(state, sometimes):
         if fields.nodes_of(node, is_center):

@@ -78,7 +78,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     """
     form, params = jax.tree.structure(params), pure(params)
     such_as = "oxs.local_sgd(...)"
-    for found in _require(state, "center_params", "is no center", such_as):
+    for found in _require(state, fields.WithCenter, "is no center", such_as):
         params = _of_params(found.center_params, params)
     return form.unflatten(jax.tree.leaves(params))
 
@@ -107,7 +107,7 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
     """
     such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
     form = jax.tree.structure(params)
-    found, *_ = _require(state, "averaged_params", "is no moving average", such_as)
+    found, *_ = _require(state, fields.WithAverages, "is no moving average", such_as)
     averages = _of_params(found.averaged_params, pure(params))
     return form.unflatten(jax.tree.leaves(averages))
 
@@ -142,7 +142,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         "oxs.local_sgd(...), oxs.sync_replicas(...) or oxs.cross_shard(..., "
         "measure=True)"
     )
-    found, *_ = _require(state, "metrics", "are no metrics", such_as)
+    found, *_ = _require(state, fields.WithMetrics, "are no metrics", such_as)
     return _of_params(functools.partial(_metrics, found), pure(params))
 
 
@@ -165,9 +165,9 @@ def _of_params(read: Callable[[Tree], Any], params: Tree) -> Any:
         ) from None
 
 
-def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Tree]:
-    """The states that have such a method, wherever they stand; else a ValueError."""
-    found = fields.nodes_of(pure(state), lambda x: hasattr(type(x), answer))
+def _require(state: Tree, kind: type, lacks: str, such_as: str) -> list[Tree]:
+    """The states of a kind, wherever they stand; else a ValueError."""
+    found = fields.nodes_of(pure(state), lambda x: isinstance(x, kind))
     if not found:
         raise ValueError(
             f"There {lacks} in this state, of type {type(state).__name__}. Pass the "

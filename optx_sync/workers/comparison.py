@@ -64,7 +64,7 @@ def _equal(leaves: Sequence[Leaf], level: int, trained: set[KeyPath]) -> list[Le
     around = [[field for field in leaf.around if field.level] for leaf in leaves]
     states = [field.node for levels in around for field in levels[level : level + 1]]
     # An axis without a state of its own is one of replicas.
-    has_center = any(hasattr(type(node), "center_params") for node in states)
+    has_center = any(map(fields.may_have_center, states))
     before, chosen = _before_reductions(leaves), []
     for leaf in leaves:
         computed = _is_computed(leaf, level, before)

@@ -180,7 +180,7 @@ def _lost(leaves: list[Leaf], fewer: bool) -> list[tuple[str, str]]:
     states = {}
     for leaf in leaves:
         for field in leaf.around:
-            if hasattr(type(field.node), "lost_by_resize"):
+            if isinstance(field.node, fields.WithLosses):
                 states[id(field.node)] = field.node
             if field.level and field.name == "inner":
                 break
