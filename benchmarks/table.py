@@ -42,7 +42,7 @@ from report import arguments, folder_of, processes
 from rich.progress import track
 
 import optx_sync as oxs
-from optx_sync.state.apply import cycle_of
+from optx_sync.state.direct import cycle_of
 
 EVERY = 50  # steps between evaluations
 EVENTS = 100  # of a virtual clock, between two that it keeps

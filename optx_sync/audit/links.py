@@ -20,7 +20,8 @@ from optx_sync.center.turns import QUIET
 from optx_sync.core.checks import interval
 from optx_sync.core.forms import is_function
 from optx_sync.core.trees import Tree
-from optx_sync.state.apply import apply_gradients, cycle_of
+from optx_sync.state.apply import apply_gradients
+from optx_sync.state.direct import cycle_of
 from optx_sync.workers.workers import Workers
 
 

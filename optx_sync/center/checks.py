@@ -11,11 +11,10 @@ from optx_sync.center.contract import CenterRule, InnerState, Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.comm.collectives import ALONE, AxisName
 from optx_sync.comm.varying import require_local, require_varying
-from optx_sync.core.checks import check_grads, check_one_worker
-from optx_sync.core.options import Refused
+from optx_sync.core.checks import Refused, check_grads, check_one_worker
 from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
-from optx_sync.state.apply import moved_by
+from optx_sync.state.direct import moved_by
 from optx_sync.state.fields import holds_center
 
 

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 
 from optx_sync.core.checks import integer, one_of
 from optx_sync.core.trees import Tree, brief, call_it
-from optx_sync.state.apply import period_length
+from optx_sync.state.direct import period_length
 
 MeanOver: TypeAlias = Literal["pushed", "workers", None]
 InnerStates: TypeAlias = Literal["keep", "average", "reset"]

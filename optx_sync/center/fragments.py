@@ -18,8 +18,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
-from optx_sync.core.checks import integer
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, integer, refuse
 from optx_sync.core.trees import Tree, is_nothing, path_name, pure
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray

@@ -57,10 +57,10 @@ from optx_sync.core.checks import (
     check_inner,
     check_params,
     floating,
+    refuse,
     refuse_placeholder,
     shows_call,
 )
-from optx_sync.core.options import refuse
 from optx_sync.core.programs import Elementwise
 from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract as exchanges
@@ -68,7 +68,7 @@ from optx_sync.exchange import landing
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
 from optx_sync.exchange.meeting import Meeting
-from optx_sync.state.apply import (
+from optx_sync.state.direct import (
     Direct,
     direct_transformation,
     refuse_unread,

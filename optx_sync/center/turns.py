@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax.core
 
-from optx_sync.state.apply import Period, period_length
+from optx_sync.state.direct import Period, period_length
 
 # No part meets; other kinds are the numbers of the parts.
 QUIET = -1

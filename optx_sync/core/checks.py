@@ -7,7 +7,7 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.core
@@ -22,6 +22,7 @@ from optx_sync.core.trees import Tree
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Options = TypeVar("Options")
 
 
 def shows_call(
@@ -432,3 +433,15 @@ def _describe(tree: Tree) -> str:
     if type(tree) is tuple:
         return f"a tuple of {len(tree)}" if tree else "empty"
     return f"of type {type(tree).__name__}"
+
+
+# Rows of a condition on the options, and what is wrong where it is so and how to mend
+# it: a template for `str.format` in which `{0}` stands for the options.
+Refused: TypeAlias = tuple[tuple[Callable[[Options], object], str], ...]
+
+
+def refuse(options: Options, table: Refused[Options]) -> None:
+    """Raise a ValueError with the sentence of the first row whose condition is so."""
+    for condition, sentence in table:
+        if condition(options):
+            raise ValueError(sentence.format(options))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from optx_sync.comm.buffers import in_groups
 from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import in_turn, localize, vary_like
-from optx_sync.core.checks import interval
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, interval, refuse
 from optx_sync.core.trees import Tree, at_least_float32, round_to
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Met

@@ -27,7 +27,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.comm.varying import axes_of, localize, sum_shards
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, refuse
 from optx_sync.core.shapes import Array, Float
 from optx_sync.core.slices import IndexedSlices
 from optx_sync.core.trees import Tree, is_nothing, is_slices

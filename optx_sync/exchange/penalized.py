@@ -11,8 +11,7 @@ from optx_sync.comm.collectives import AxisName, axis_index, gather
 from optx_sync.comm.norms import Number, norm_of
 from optx_sync.comm.reduce import or_one, own_weight, weight_divisor
 from optx_sync.comm.varying import localize, norm_axes
-from optx_sync.core.checks import check_function, integer, interval
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, check_function, integer, interval, refuse
 from optx_sync.core.shapes import Array, Bool, Float, Int32
 from optx_sync.core.trees import Tree, is_inexact, path_name, where
 from optx_sync.exchange.all_reduce import all_reduce

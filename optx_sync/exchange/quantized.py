@@ -12,8 +12,7 @@ from optx_sync.comm import buffers, collectives
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
-from optx_sync.core.checks import integer
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, integer, refuse
 from optx_sync.core.shapes import Array, Float, Int32, UInt8
 from optx_sync.exchange import pieces
 from optx_sync.exchange.codes import KINDS, Blocks, Codes, Scales

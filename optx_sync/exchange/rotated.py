@@ -12,8 +12,7 @@ import numpy as np
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import axis_size
 from optx_sync.comm.reduce import own_weight
-from optx_sync.core.checks import check_seed, integer
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, check_seed, integer, refuse
 from optx_sync.core.shapes import Array, Float
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Met

@@ -13,8 +13,7 @@ from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import gather
 from optx_sync.comm.reduce import or_one, weight_divisor
 from optx_sync.comm.varying import vary_with
-from optx_sync.core.checks import integer
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, integer, refuse
 from optx_sync.core.shapes import Array, Bool, Float, Int32, UInt8
 from optx_sync.exchange.contract import Code, Exchange
 from optx_sync.exchange.pieces import joined, travel

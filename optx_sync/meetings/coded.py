@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, refuse
 from optx_sync.core.trees import Tree, is_floating, leaves_with_names
 from optx_sync.exchange.contract import Exchange, check_exchange
 

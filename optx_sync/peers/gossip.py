@@ -42,8 +42,14 @@ from optx_sync.comm.collectives import (
 )
 from optx_sync.comm.reduce import reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize_where_mapped, vary_like
-from optx_sync.core.checks import check_inner, check_seed, floating, shows_call
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import (
+    Refused,
+    check_inner,
+    check_seed,
+    floating,
+    refuse,
+    shows_call,
+)
 from optx_sync.core.shapes import Array, Float, Int32
 from optx_sync.core.signatures import readable as _readable
 from optx_sync.core.trees import (
@@ -57,7 +63,7 @@ from optx_sync.exchange.meeting import MeetingState
 from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
 from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.state import fields
-from optx_sync.state.apply import Direct, direct_transformation
+from optx_sync.state.direct import Direct, direct_transformation
 
 
 class GossipMetrics(NamedTuple):

@@ -10,7 +10,7 @@ from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName, GroupAssignment
 from optx_sync.comm.reduce import Reduction
 from optx_sync.core import checks, trees
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, refuse
 from optx_sync.core.programs import Elementwise
 from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract, measures
@@ -22,7 +22,7 @@ from optx_sync.exchange.meeting import Meeting
 from optx_sync.replicas import owners
 from optx_sync.replicas.landing import OwnedLanding
 from optx_sync.state import fields
-from optx_sync.state.apply import refuse_unread, take_weight
+from optx_sync.state.direct import refuse_unread, take_weight
 from optx_sync.state.metrics import Info, or_none
 
 Grads = Literal["local", "summed", "averaged"]

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName
 from optx_sync.core import checks, trees
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, refuse
 from optx_sync.core.shapes import Array, Bool, Float, Int32
 from optx_sync.core.slices import IndexedSlices, unique_rows
 from optx_sync.core.trees import Tree
@@ -25,7 +25,7 @@ from optx_sync.replicas import accumulator, averages, tokens
 from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay
 from optx_sync.state import fields
-from optx_sync.state.apply import (
+from optx_sync.state.direct import (
     Direct,
     direct_transformation,
     refuse_unread,

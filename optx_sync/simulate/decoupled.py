@@ -14,7 +14,7 @@ from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import Center, Worker
-from optx_sync.core.options import Refused, refuse
+from optx_sync.core.checks import Refused, refuse
 from optx_sync.core.shapes import Array, Bool, Float
 from optx_sync.core.trees import Tree, is_nothing, row_of, where, with_row
 from optx_sync.exchange import landing

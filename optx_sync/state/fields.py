@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from optx_sync.core.trees import Tree
+from optx_sync.core.trees import Tree, is_masked
 
 
 class FieldKind(NamedTuple):
@@ -347,3 +347,14 @@ class InStacks(_Saved):
 def is_in_pieces(x: object) -> bool:
     """Whether this is an `InPieces`; for `is_leaf=`."""
     return isinstance(x, InPieces)
+
+
+def is_optax(x: object) -> bool:
+    """Whether this is a state of one of Optax's own transformations."""
+    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
+
+
+def is_of_optimizer(x: object) -> bool:
+    """Whether this is the state of a transformation of Optax or of this package."""
+    ours = hasattr(x, "_fields") and type(x).__module__.startswith("optx_sync.")
+    return ours or (is_optax(x) and not is_masked(x)) or declares(x)

@@ -15,12 +15,9 @@ from optx_sync.core.trees import Tree, is_masked, names_of
 from optx_sync.state import fields
 from optx_sync.state.leaves import (
     Leaf,
-    is_optax,
     map_leaves,
     refuse_around_center,
 )
-
-_PACKAGE = __name__.split(".")[0]
 
 
 class HeldParameters(NamedTuple):
@@ -113,7 +110,7 @@ def _belonging(
 
 def outside(state: Tree) -> dict[Names, int]:
     """The arrays that are in no state of an optimizer, by their names."""
-    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_of_optimizer)
+    pairs = jax.tree_util.tree_leaves_with_path(state, is_leaf=fields.is_of_optimizer)
     return {names_of(path): x for path, x in pairs if isinstance(x, int)}
 
 
@@ -172,7 +169,9 @@ def _nearest(
 
 def is_state(tree: Tree) -> bool:
     """Whether a tree holds what a step changes: optimizer state or NNX variables."""
-    return bool(fields.nodes_of(tree, lambda x: is_of_optimizer(x) or is_variable(x)))
+    return bool(
+        fields.nodes_of(tree, lambda x: fields.is_of_optimizer(x) or is_variable(x))
+    )
 
 
 def part(state: Tree) -> tuple[Names, Tree]:
@@ -181,9 +180,15 @@ def part(state: Tree) -> tuple[Names, Tree]:
     Only optimizers' states tell a tuple of a state's parts from one of layers.
     """
     names: Names = ()
-    if type(state) is tuple and state and not fields.nodes_of(state, is_of_optimizer):
+    if (
+        type(state) is tuple
+        and state
+        and not fields.nodes_of(state, fields.is_of_optimizer)
+    ):
         return ("0",), state[0]
-    while type(state) in (tuple, list) and fields.nodes_of(state, is_of_optimizer):
+    while type(state) in (tuple, list) and fields.nodes_of(
+        state, fields.is_of_optimizer
+    ):
         names, state = (*names, "0"), state[0]
     return names, state
 
@@ -208,14 +213,10 @@ def prefix(state: Tree) -> Names:
     names, state = part(state)
     if isinstance(state, Mapping):
         # In a tuple it is the parameters themselves, whatever their names.
-        known = state if not names or fields.nodes_of(state, is_of_optimizer) else {}
+        known = (
+            state if not names or fields.nodes_of(state, fields.is_of_optimizer) else {}
+        )
     else:
         known = [x for x in ("params", "model") if hasattr(state, x)]
         known = known if hasattr(state, "opt_state") else []
     return (*names, *[name for name in ("params", "model") if name in known][:1])
-
-
-def is_of_optimizer(x: object) -> bool:
-    """Whether this is the state of a transformation of Optax or of this package."""
-    ours = hasattr(x, "_fields") and type(x).__module__.startswith(f"{_PACKAGE}.")
-    return ours or (is_optax(x) and not is_masked(x)) or fields.declares(x)

@@ -95,7 +95,9 @@ class Leaf(NamedTuple):
             return False
         if not self.levels:
             # In a chain beside `all_reduce_grads` it must stay equal on all.
-            return outside and not any(is_optax(field.node) for field in self.around)
+            return outside and not any(
+                fields.is_optax(field.node) for field in self.around
+            )
         return {kind.whose for kind in self.levels[level:]} == {"own"}
 
     @property
@@ -211,11 +213,6 @@ def on_data(function: Callable[[Tree], Tree], x: Tree) -> Tree:
 def is_raw_key(x: Tree) -> bool:
     """Whether this looks like a `jax.random.PRNGKey`, which is an array of numbers."""
     return jnp.shape(x) == (2,) and x.dtype == jnp.uint32
-
-
-def is_optax(x: object) -> bool:
-    """Whether this is a state of one of Optax's own transformations."""
-    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
 def _ndim(x: Tree) -> int:

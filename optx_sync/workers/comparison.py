@@ -18,7 +18,6 @@ from optx_sync.center.state import CenterState
 from optx_sync.core.forms import Form, is_trained
 from optx_sync.core.trees import KeyPath, one_or_several, path_name
 from optx_sync.state import fields, held
-from optx_sync.state.held import is_of_optimizer
 from optx_sync.state.leaves import Leaf, is_key
 from optx_sync.workers.fingerprints import fingerprint
 from optx_sync.workers.layout import Arrays, Layout, Levels, marks
@@ -101,7 +100,7 @@ def _is_computed(leaf: Leaf, level: int, before: set[tuple[int, str]]) -> bool:
         own = fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ())
         if own or (id(node), name) in before:
             return False
-        inside = inside or (not is_level and is_of_optimizer(node))
+        inside = inside or (not is_level and fields.is_of_optimizer(node))
     return inside
 
 

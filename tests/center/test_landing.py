@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.state.apply import landing
+from optx_sync.state.direct import landing
 from tests import contexts
 
 AXIS, WORKERS, ROUNDS = contexts.AXIS, contexts.REPLICAS, 1000
