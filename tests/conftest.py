@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import pathlib
 
 import pytest
 
@@ -42,3 +43,22 @@ def _programs_end_with_their_file():
     """A process would keep all programs of all files: gigabytes."""
     yield
     jax.clear_caches()
+
+
+def _is_in(test, row):
+    return test == row or test.startswith((f"{row}::", f"{row}["))
+
+
+def pytest_collection_modifyitems(config, items):
+    """What tests/slow.txt names has the marker `slow`."""
+    lines = pathlib.Path(__file__).with_name("slow.txt").read_text().splitlines()
+    rows = [line for line in lines if line and not line.startswith("#")]
+    found = set()
+    for item in items:
+        test = item.nodeid.removeprefix("tests/")
+        if mine := [row for row in rows if _is_in(test, row)]:
+            item.add_marker(pytest.mark.slow)
+            found.update(mine)
+    whole = config.getini("testpaths") == config.args
+    if whole and (gone := sorted({*rows} - found)):
+        raise pytest.UsageError(f"tests/slow.txt has rows of no test: {gone}")

@@ -32,7 +32,6 @@ def _names(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.slow
 def test_code_blocks_run():
     # The first page has the README's program: tests/test_readme.py.
     some = [page for page in PAGES if page != DOCS / "index.md"]

@@ -226,7 +226,6 @@ def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
     assert closed
 
 
-@pytest.mark.slow
 def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
     """Three processes: one has died, one stays away, and one is told so, by names."""
     children = scripts.launch(
@@ -275,7 +274,6 @@ def launch(folder, processes, rounds, steps):
     return scripts.launch("tests.elastic_run", folder, processes, arguments)
 
 
-@pytest.mark.slow
 def test_a_process_is_killed_and_the_others_go_on(tmp_path):
     """Three processes; one killed in a round, and the next group is two processes."""
     children = launch(tmp_path, 3, rounds=2, steps=1)

@@ -293,7 +293,7 @@ def test_statistics_of_an_nnx_model_are_each_replicas_own():
     assert workers.fingerprint(state) == {2: "[0].scale"}
 
 
-@pytest.mark.parametrize("small", (pytest.param(0, marks=pytest.mark.slow), 2**16))
+@pytest.mark.parametrize("small", (0, 2**16))
 def test_what_is_saved_has_the_words_of_its_replica_however_it_is_split(
     small, monkeypatch
 ):

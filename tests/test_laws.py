@@ -183,7 +183,7 @@ HELD = re.compile(r"\.(center|accumulated|taken|sums|averages)\b.*\['")
 
 @pytest.mark.parametrize(
     "dtype, held",
-    [("bfloat16", "float32"), pytest.param("f8", "f8", marks=pytest.mark.slow)],
+    [("bfloat16", "float32"), ("f8", "f8")],
 )
 def test_what_is_held_is_at_least_float32(dtype, held):
     """Also where JAX has double precision, and the counters remain."""

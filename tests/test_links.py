@@ -230,7 +230,7 @@ def test_parts_send_in_a_period_what_the_whole_sends(parts, weights):
 
 @pytest.mark.parametrize(
     "exchange",
-    [None, pytest.param(oxs.exchange.quantized(bits=4), marks=pytest.mark.slow)],
+    [None, oxs.exchange.quantized(bits=4)],
 )
 def test_what_waits_for_no_gradient_hides_behind_the_step(exchange):
     """With `overlap` a meeting's message was there when the step began."""

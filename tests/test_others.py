@@ -19,8 +19,6 @@ import pytest
 import optx_sync as oxs
 from optx_sync import by_hand
 
-pytestmark = pytest.mark.slow
-
 AXIS = "clients"
 FEDJAX = "google/fedjax c57ee19, "
 FLOWER = "flwr 1.42.0, flwr.server.strategy.aggregate."

@@ -16,8 +16,6 @@ import pytest
 import optx_sync as oxs
 from tests.test_laws import types
 
-pytestmark = pytest.mark.slow
-
 AXIS, N = "workers", 2
 
 # AI-Hypercomputer/maxtext, DiLoCo: Nesterov outside, SGD(0.1) on a linear model inside.

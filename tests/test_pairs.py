@@ -162,7 +162,6 @@ def on_mesh(wrapper, inner):
     ), arguments
 
 
-@pytest.mark.slow
 def test_216_pairs_in_a_checked_shard_map():
     """Traced: parameters and state keep their types, or the refusal is ours."""
     assert len(INNERS) * len(WRAPPERS) == 216

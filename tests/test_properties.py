@@ -505,7 +505,6 @@ def case_of(name, **settings):
     )(wrapped)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_holds_for_any_case(name):
     case_of(name, derandomize=True, max_examples=EXAMPLES[name])()

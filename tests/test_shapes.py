@@ -1,10 +1,6 @@
 """Shapes and dtypes in annotations are true, and a false one is noticed."""
 
-import pytest
-
 from tests import scripts
-
-pytestmark = pytest.mark.slow
 
 
 def test_shapes_hold_in_a_step_of_each_wrapper_and_exchange():

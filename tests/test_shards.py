@@ -113,8 +113,8 @@ def message(group, shapes):
     ("group", "which", "kind"),
     [
         ("codes", "2 x 4", "Auto"),
-        pytest.param("codes", "2 x 2 x 2", "Explicit", marks=pytest.mark.slow),
-        pytest.param("robust", "2 x 4", "Explicit", marks=pytest.mark.slow),
+        ("codes", "2 x 2 x 2", "Explicit"),
+        ("robust", "2 x 4", "Explicit"),
         ("robust", "2 x 2 x 2", "Auto"),
     ],
 )
@@ -216,9 +216,9 @@ COLUMNS, ROWS = P(None, "a"), P("a")
     ("fragments", "embed", "period", "overlap"),
     [
         (4, COLUMNS, 4, True),  # no part has rows of all leaves
-        pytest.param(2, ROWS, 4, True, marks=pytest.mark.slow),
+        (2, ROWS, 4, True),
         (oxs.rules.strided(2), ROWS, 2, True),  # 18 rows, which four cannot divide
-        pytest.param(oxs.rules.strided(2), ROWS, 4, False, marks=pytest.mark.slow),
+        (oxs.rules.strided(2), ROWS, 4, False),
     ],
 )
 def test_a_part_travels_in_shards(fragments, embed, period, overlap):

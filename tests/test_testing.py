@@ -23,7 +23,7 @@ RULES = {
     "half way": HALF_WAY,
 }
 ALL_EXCHANGES = [
-    pytest.param(one, id=f"{name}-{number}", marks=[pytest.mark.slow] * (number > 0))
+    pytest.param(one, id=f"{name}-{number}")
     for name, some in EXCHANGES.items()
     for number, one in enumerate(some)
 ]

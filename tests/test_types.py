@@ -52,7 +52,6 @@ def test_all_that_is_public_has_a_type(tmp_path):
     assert code == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_user_s_program_has_no_error(checker):
     command = [sys.executable, "-m", checker, "check", *PROGRAMS, *CHECKERS[checker]]

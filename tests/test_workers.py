@@ -1,6 +1,7 @@
 """One program of a user: simulated, on a mesh, and with workers that are sharded."""
 
 import functools
+import itertools
 import os
 import re
 import warnings
@@ -72,11 +73,7 @@ simulated = functools.cache(lambda workers: train(workers, None, PARAMS)[0])
 
 @pytest.mark.parametrize(
     ("workers", "kind"),
-    [(8, "Explicit"), (2, "Auto")]
-    + [
-        pytest.param(n, kind, marks=pytest.mark.slow)
-        for n, kind in ((8, "Auto"), (2, "Explicit"))
-    ],
+    list(itertools.product((8, 2), ("Auto", "Explicit"))),
 )
 def test_one_program_has_the_same_numbers(workers, kind):
     mesh = mesh_of({AXIS: 8} if workers == 8 else {AXIS: 2, "fsdp": 4}, kind)

@@ -11,8 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.cases import OPTIMIZERS
 from tests.transformations import made
 
-pytestmark = pytest.mark.slow
-
 MACHINES = 100
 FEATURES, STEPS, LINES, WIDTH = 30, 40, 3, 6
 RATE = 0.5

@@ -7,8 +7,6 @@ import pytest
 from tests import scripts
 from tests.benchmarks.reading import BENCHMARKS
 
-pytestmark = pytest.mark.slow
-
 # What each script writes, where it is not a page of its own name.
 PAGES = {
     "bench_steps": ("bench_dense", "bench_sparse"),

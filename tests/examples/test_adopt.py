@@ -9,8 +9,6 @@ import pytest
 
 from tests import scripts
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 # The styles, and the tab of the page that each has in every section.
 TABS = {

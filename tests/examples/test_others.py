@@ -11,8 +11,6 @@ from matplotlib.image import imread
 
 from tests.examples.running import EXAMPLES, cells, run
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_center_is_better_than_the_workers_that_meet_at_it(capsys):
     main = runpy.run_path(str(EXAMPLES / "custom_center_rule.py"))["main"]

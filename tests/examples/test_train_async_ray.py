@@ -8,11 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from tests.examples.running import cells
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 # Compiled as all other tests.

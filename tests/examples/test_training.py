@@ -6,15 +6,12 @@ import re
 import shutil
 
 import numpy as np
-import pytest
 from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from tests import scripts
 from tests.examples.running import EXAMPLES, cells, run
-
-pytestmark = pytest.mark.slow
 
 STEPS = 200
 # Kernels and biases of 64-64-10, in float32: what one exchange sends.

@@ -366,7 +366,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("pieces", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("pieces", [False, True])
 def test_workers_of_vmap_that_share_their_gradients_are_each_one(name, pieces):
     """Nothing of them is batched, gradients and weights, in all modes of a wrapper."""
     params = {"w": jnp.linspace(-1, 1, 35).reshape(5, 7), "b": jnp.ones(3)}

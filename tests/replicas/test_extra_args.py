@@ -200,7 +200,7 @@ def rosenbrock(params, x):
 
 @pytest.mark.parametrize(
     "context",
-    ["vmap", "shard_map", pytest.param("shard_map_unchecked", marks=pytest.mark.slow)],
+    ["vmap", "shard_map", "shard_map_unchecked"],
 )
 def test_a_line_search_takes_the_steps_of_one_device(context):
     data = jnp.asarray(np.random.default_rng(0).normal(size=(N, 5)), jnp.float32)

@@ -13,7 +13,7 @@ from optx_sync.runtime.agreements.meeting import Meetings
         (1, (0,), 3, 100),
         (2, (0,), 3, 5_000),
         (1, (0, 1, 0), 2, 400),
-        pytest.param(2, (0, 1), 3, 50_000, marks=pytest.mark.slow),
+        (2, (0, 1), 3, 50_000),
     ],
     ids=str,
 )

@@ -29,7 +29,6 @@ from optx_sync.simulate import asynchronous
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 pytestmark = [
-    pytest.mark.slow,
     # JAX warns of a fork; Ray runs another program in it at once.
     pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
 ]

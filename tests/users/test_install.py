@@ -16,8 +16,6 @@ from packaging.utils import canonicalize_name
 
 import optx_sync as oxs
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
