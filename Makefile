@@ -1,6 +1,6 @@
 # Two commands do everything on a machine that has Python >= 3.11 and make:
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
-#   make test    ruff, and the tests, of which pyright is one; make test-all: the slow rest
+#   make test    ruff, and the tests; make test-all: the slow rest, pyright among it
 # And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
 # short form into benchmarks/results-quick); make docs, the pages in site/; make format;
 # make dist try-sdist try-wheel, what a release is made of (CONTRIBUTING.md).
@@ -47,12 +47,13 @@ lint: $(VENV)/test-installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 
-# Pyright is one of the tests (tests/test_types.py), so that it runs beside others. Files
-# with few tests, which may be long ones, are not left for the end: a core would be idle.
+# Files with few tests, which may be long ones, are not left for the end: a core would be
+# idle.
 test: lint
 	$(PYTEST) -m "not slow"
 
-# What is slow and seldom breaks: examples, Ray, runs of others, installs, code of pages.
+# What is slow and seldom breaks (tests/slow.txt): examples, Ray, runs of others, installs,
+# code of pages, Pyright.
 test-all: $(VENV)/test-installed
 	$(PYTEST) -m slow
 
