@@ -113,6 +113,7 @@ class Exchange(NamedTuple):
         in_buckets: Whether leaves of different buckets, of `bucket_bytes` each, do not
             touch: `error_feedback` then gives a large tree to `meet` bucket by bucket,
             with `None` in place of the other leaves, and needs less memory.
+        needs: The fewest replicas of which it makes a mean.
 
     Example:
         The mean, written by hand:
@@ -142,6 +143,7 @@ class Exchange(NamedTuple):
     code: Code | None = None
     bucket_bytes: int = BUCKET_BYTES
     in_buckets: bool = False
+    needs: int = 1
 
 
 def start_outliers(exchange: Exchange) -> Tree:

@@ -196,6 +196,7 @@ def penalized(
         meet,
         linear=False,
         takes_weights=True,
+        needs=exchange.needs,
         outlier=lambda tree, met, axis_name, weight: met.state.outlier,
     )
 

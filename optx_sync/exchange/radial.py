@@ -133,6 +133,7 @@ def radial(
         linear=False,
         takes_weights=exchange.takes_weights,
         remembers=exchange.remembers,
+        needs=exchange.needs,
     )
 
 

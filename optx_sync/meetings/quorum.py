@@ -37,7 +37,8 @@ class Quorum:
         TypeError: `k` is not an integer, `grace` or `cap` not a number, `merge` not an
             exchange.
         ValueError: `k` is below 1, `grace` or `cap` negative or NaN; there is `merge=`
-            where nothing can be merged, since a meeting is of one, or it has a memory.
+            where nothing can be merged, since a meeting is of one, or it has a memory,
+            or needs more than K contributions.
 
     Example:
         >>> import optx_sync as oxs
@@ -66,6 +67,12 @@ class Quorum:
                 "merge= combines what has come to the center, which remembers nothing "
                 "of those that came. Pass an exchange without a memory, such as "
                 "oxs.exchange.radial() or median()."
+            )
+        if self.merge.needs > self.k:
+            raise ValueError(
+                f"merge= needs {self.merge.needs} contributions or more, and a meeting "
+                f"may close with k={self.k}. Pass quorum({self.merge.needs}, merge=...)"
+                ", or a merge that needs fewer, such as oxs.exchange.median()."
             )
         if not self.shared:
             raise ValueError(
@@ -149,7 +156,8 @@ def quorum(
             more, as `Quorum.grace_seconds` has it.
         cap: The longest that it waits, in seconds.
         merge: The `oxs.exchange` that merges the contributions: a median, radial, ...
-            `None`: their mean by the weights of `weigh=`.
+            `None`: their mean by the weights of `weigh=`. One that needs more than have
+            come (`krum`, where workers have left) merges nothing: all are dropped.
         patience: The seconds after which a meeting closes with those that have come,
             however few: the others may be stopped, or, after a server went back to a
             checkpoint, wait in another part. The run's history tells of it: "short".
@@ -160,8 +168,8 @@ def quorum(
     Raises:
         TypeError: `k` is not an integer, `grace` or `cap` not a number, `merge` not an
             exchange.
-        ValueError: A number out of range; `merge=` where a meeting is of one, or with a
-            memory.
+        ValueError: A number out of range; `merge=` where a meeting is of one, with a
+            memory, or that needs more than K contributions.
 
     Example:
         >>> import optx_sync as oxs

@@ -2,7 +2,9 @@
 """Ranges of samples that workers lease, so that each sample of an epoch counts once."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 from optx_sync.core.checks import integer
 
@@ -71,16 +73,47 @@ class Samples:
         return Lease(number, epoch, place * self.batch, stop)
 
 
-class Ledger:
-    """Who holds which range, at the first server: a range is free, held, or done."""
+# Who holds the ranges of contributions that wait in a meeting.
+MEETING = -1
+# Seconds that a server which came back waits for workers to say what they hold. Who
+# says it later may find that others have it, and its push is dropped.
+SILENCE_SECONDS = 30.0
 
-    def __init__(self, samples: Samples | None):
+
+class Outcome(NamedTuple):
+    """What became of the ranges that came with a push.
+
+    Attributes:
+        holder: Who held them until now: a worker, or a `MEETING`.
+        ranges: Their numbers.
+        what: Whether they wait in a meeting now, are done, or are to be made again.
+    """
+
+    holder: int
+    ranges: tuple[int, ...]
+    what: Literal["waits", "absorbed", "dropped"]
+
+
+class Ledger:
+    """Who holds which range, at the first server: a range is free, held, or done.
+
+    A range is done once the center has absorbed it, and counts once: a push with ranges
+    that are done, or that another worker holds, is not to be absorbed (`may_count`).
+    """
+
+    def __init__(
+        self, samples: Samples | None, clock: Callable[[], float] = time.monotonic
+    ):
         self.samples = samples
+        self.clock = clock
         self._next: int = 0  # ranges from this one on have not been handed out
         self._free: set[int] = set()  # of those before it
-        self._held: dict[int, int] = {}  # range -> worker
-        # After a restore: workers that have not said yet what they hold.
+        self._held: dict[int, int] = {}  # range -> worker, or `MEETING`
+        # After a restore: workers that have not said yet what they hold, until when
+        # they are waited for, and who says that it has what one of them is to have.
         self.silent: set[int] = set()
+        self._until: float = 0.0
+        self._claims: dict[int, int] = {}
 
     def lease(self, worker: int, holds: list[int], count: int) -> list[Lease] | None:
         """Hand out `count` ranges at most; none if all are done or held by others.
@@ -97,8 +130,9 @@ class Ledger:
                 "total, batch) to run."
             )
         self._settle(worker, holds)
-        if self.silent:
+        if self.silent and self.clock() < self._until:
             return None
+        self.silent, self._claims = set(), {}
         found = sorted(self._free)[:count]
         self._free -= {*found}
         end = samples.ranges * samples.epochs
@@ -121,6 +155,8 @@ class Ledger:
         for number in holds:
             if self._is_open(number):
                 self._held[number] = worker
+            elif self._held.get(number) in self.silent:
+                self._claims.setdefault(number, worker)
 
     def _is_open(self, number: int) -> bool:
         """Take a range out of the free ones, if it is not done and nobody holds it."""
@@ -133,19 +169,31 @@ class Ledger:
 
     def _give_back(self, number: int) -> None:
         del self._held[number]
-        self._free.add(number)
+        if number in self._claims:
+            self._held[number] = self._claims.pop(number)
+        else:
+            self._free.add(number)
 
-    def absorbed(self, numbers: tuple[int, ...]) -> None:
-        """These ranges are done."""
-        for number in numbers:
+    def may_count(self, worker: int, numbers: tuple[int, ...]) -> bool:
+        """Whether a push of a worker with these ranges counts none of them twice."""
+        return all(
+            self._held[number] == worker
+            if number in self._held
+            else number in self._free or number >= self._next
+            for number in numbers
+        )
+
+    def note(self, outcome: Outcome) -> None:
+        """Note what became of the ranges of a push."""
+        for number in outcome.ranges:
+            if outcome.what == "dropped":
+                if self._held.get(number) == outcome.holder:
+                    self._give_back(number)
+                continue
             self._held.pop(number, None)
             self._is_open(number)
-
-    def dropped(self, numbers: tuple[int, ...]) -> None:
-        """The push of these ranges was dropped: others may have them."""
-        for number in numbers:
-            if number in self._held:
-                self._give_back(number)
+            if outcome.what == "waits":
+                self._held[number] = MEETING
 
     def gone(self, worker: int) -> None:
         """A worker has died or left: what it held is free."""
@@ -153,12 +201,36 @@ class Ledger:
 
     def saved(self) -> list[Any]:
         """The ledger as JSON."""
-        return [self._next, sorted(self._free), list(self._held.items())]
+        samples = self.samples or Samples(1, 1)
+        sizes = samples.total, samples.batch
+        return [self._next, sorted(self._free), list(self._held.items()), sizes]
 
-    def restore(self, saved: list[Any], alive: set[int]) -> None:
-        """Go on from what was saved, with these workers, who may hold more since."""
-        self._next, free, held = saved
-        self._free, self.silent = set(free), alive
-        self._held = dict(map(tuple, held))
-        for worker in {*self._held.values()} - alive:
+    def restore(self, saved: list[Any], alive: set[int], waits: set[int]) -> None:
+        """Go on from what was saved.
+
+        Args:
+            saved: Of `saved`.
+            alive: The workers that go on, who may hold more since.
+            waits: The ranges of contributions that wait in a meeting.
+
+        Raises:
+            ValueError: It counts ranges of other samples.
+        """
+        self._next, free, held, sizes = saved
+        now = self.samples
+        if now is not None and sizes != [now.total, now.batch]:
+            total, batch = sizes
+            raise ValueError(
+                f"The checkpoint counts ranges of Samples({total}, {batch}), and this "
+                f"run has Samples({now.total}, {now.batch}): which samples were seen "
+                "would be lost. Pass those of before (epochs= may be another number), "
+                "or resume=False to start afresh."
+            )
+        self._free, self.silent, self._claims = set(free), set(alive), {}
+        self._until = self.clock() + SILENCE_SECONDS
+        self._held = {n: MEETING if n in waits else who for n, who in held}
+        for worker in {*self._held.values()} - alive - {MEETING}:
             self.gone(worker)
+        for number in [n for n, who in self._held.items() if who == MEETING]:
+            if number not in waits:
+                self._give_back(number)

@@ -201,6 +201,7 @@ class Server:
                 self._ledger.gone(worker)
             for held in self._held:
                 held.release(self._left)
+            self._count_samples()
             self._changed.notify_all()
 
     def everyone_joined(self) -> bool:
@@ -285,7 +286,17 @@ class Server:
         with self._changed:
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
+            for held in self._held:
+                held.settle()
+            self._count_samples()
             return self._ledger.lease(worker, holds, count)
+
+    def _count_samples(self) -> None:
+        """Note what became of the ranges of all pushes until now."""
+        for held in self._held:
+            outcomes, held.outcomes = held.outcomes, ()
+            for outcome in outcomes if self._ledger.samples is not None else ():
+                self._ledger.note(outcome)
 
     def _wait(self, held: Held, waits: Callable[[], bool], seconds: float) -> None:
         """Wait while this holds; a meeting may close meanwhile, by the clock."""
@@ -432,17 +443,20 @@ class Server:
         staleness = held.staleness(worker)
         try:
             arrays, sizes = held.expected.read(push.arrays)
-            reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
+            # After a death of this server others may have made some of its ranges.
+            counts = self._counts_once(worker, push)
+            push = push._replace(arrays=arrays)
+            reply = (
+                held.absorb(worker, push, sizes) if counts else held.drop(worker, push)
+            )
         except PushRefused as error:
             message = f"{error} (round {push.round} of worker {worker})"
             return self._refuse(push, message), None
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
         self._book = book
-        if self._ledger.samples is not None:
-            settle = self._ledger.absorbed if reply.used else self._ledger.dropped
-            settle(push.leases)
         held.release(self._left)
+        self._count_samples()
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
         if push.lost:
@@ -456,11 +470,22 @@ class Server:
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
 
+    def _counts_once(self, worker: int, push: Push) -> bool:
+        self._count_samples()
+        known = self._ledger.samples is None or self._ledger.may_count(
+            worker, push.leases
+        )
+        if not known:
+            message = "It has samples that others have, or that are counted already."
+            self._note("dropped", worker, message=message)
+        return known
+
     # Checkpoints on the disk.
 
     def _save(self) -> None:
         if self._checkpoints is None:
             return
+        self._count_samples()
         arrays, of_parts = {}, []
         for part, held in zip(self.parts, self._held, strict=True):
             arrays[f"part_{part}"], more = held.save()
@@ -473,6 +498,7 @@ class Server:
             "entries": self._book.entries,
             "local_steps_of_workers": self._local_steps,
             "places_of_workers": self._places,
+            "left": sorted(self._left),
         }
         if self._ledger.samples is not None:
             notes["ledger"] = self._ledger.saved()
@@ -509,9 +535,17 @@ class Server:
             entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)
+            if comes_back:  # Others begin anew, and join.
+                self._left = set(notes.get("left", ()))
+                for held in self._held:
+                    held.release(self._left)
             if self._ledger.samples is not None and "ledger" in notes:
-                joined = {w for w, entry in enumerate(entries) if entry.incarnation}
-                self._ledger.restore(notes["ledger"], joined if comes_back else set())
+                # Who joined after the checkpoint may hold ranges, too.
+                alive = set(range(self.num_workers)) - self._left
+                waits = set().union(*(held.waiting_ranges() for held in self._held))
+                self._ledger.restore(
+                    notes["ledger"], alive if comes_back else set(), waits
+                )
             self._note("restored", message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():

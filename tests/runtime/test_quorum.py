@@ -252,6 +252,23 @@ def test_a_merge_is_any_exchange_over_those_that_came():
     np.testing.assert_allclose(server.center()["a"], wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_a_merge_that_needs_more_than_have_come_merges_nothing_and_says_so():
+    """Where workers have left, two are enough for a meeting and not for the merge."""
+    trimmed = oxs.exchange.trimmed_mean(1)
+    server, workers = party(DILOCO, quorum(3, merge=trimmed), 1, 3, delay=1)
+    server.leave(2)
+    stepped(*workers[:2])
+    for worker in workers[:2]:
+        worker.land()
+        assert not worker.used
+    close(server.center(), PARAMS)
+    said = [event.message for event in server.events()[1] if event.kind == "short"]
+    assert said == [
+        "A meeting of part 0 is short: nothing was merged of 2, for merge= needs 3: "
+        "all are dropped."
+    ]
+
+
 def test_elastic_workers_meet_the_center_as_it_was():
     rule = oxs.rules.elastic(moving_rate=0.1, rho=0.0)
     wanted, _ = lockstep(rule, 4, delay=1)

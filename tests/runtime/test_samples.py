@@ -1,76 +1,110 @@
 """Ranges of samples: each counts once, whoever dies, leaves or comes late."""
 
+import contextlib
 import copy
+import json
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Lease, Preempted, Samples, Server, Worker, quorum
-from optx_sync.runtime.samples import Ledger
+from optx_sync.runtime.samples import MEETING, SILENCE_SECONDS, Ledger, Outcome
 
 WORKERS = 3
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(30))
 def test_each_range_is_absorbed_once_in_any_order_of_events(seed):
-    """Workers die, answers are lost, the server goes back to an earlier state."""
-    rng = np.random.default_rng(seed)
+    """Workers die, freeze, wait in meetings; the server goes back to an earlier state.
+
+    The server absorbs a push only if the ledger says that it may.
+    """
+    rng, seconds = np.random.default_rng(seed), [0.0]
     samples = Samples(total=47, batch=3, epochs=2)
-    ledger, counts = Ledger(samples), np.zeros(2 * samples.ranges, int)
+
+    def begin():
+        return Ledger(samples, clock=lambda: seconds[0])
+
+    ledger, counts = begin(), np.zeros(2 * samples.ranges, int)
     holds: list[list[int]] = [[] for _ in range(WORKERS)]
-    saved = copy.deepcopy(ledger.saved()), counts.copy()
-    faults = 40
+    came: list[tuple[int, ...]] = []  # ranges in the meeting that is open
+    frozen: set[int] = set()
+    saved = copy.deepcopy((ledger.saved(), counts, came))
+    faults = 60
+    faulty = ["late", "die", "lost", "restore", "freeze", "overflow"]
     while True:
+        seconds[0] += 1
         worker = int(rng.integers(WORKERS))
-        what = rng.choice(["lease", "push", "late", "die", "lost", "save", "restore"])
-        fault = what in ("late", "die", "lost", "restore")
-        if fault:
+        what = rng.choice(["lease", "push", "wait", "close", "save", "thaw", *faulty])
+        if what in faulty:
             faults -= 1
             if faults < 0:
+                frozen = set()
                 continue
+        if worker in frozen and what in ("lease", "push", "wait", "late", "lost"):
+            continue
+        mine = tuple(holds[worker])
         if what == "lease":
             found = ledger.lease(worker, holds[worker], 2)
-            if found == [] and not any(holds):
+            if found == [] and not any(holds) and not came:
                 break
             holds[worker] += [lease.number for lease in found or ()]
         elif what == "lost":  # The answer to a lease.
             ledger.lease(worker, holds[worker], 2)
-        elif what == "push":
-            ledger.absorbed(tuple(holds[worker]))
-            counts[holds[worker]] += 1
+        elif what in ("push", "wait") and ledger.may_count(worker, mine):
+            waits = what == "wait"
+            ledger.note(Outcome(worker, mine, "waits" if waits else "absorbed"))
+            if waits:
+                came.append(mine)
+            else:
+                counts[holds[worker]] += 1
             holds[worker] = []
-        elif what == "late":
-            ledger.dropped(tuple(holds[worker]))
+        elif what in ("push", "wait", "late"):
+            ledger.note(Outcome(worker, mine, "dropped"))
             holds[worker] = []
+        elif what in ("close", "overflow"):
+            for ranges in came:
+                done = what == "close"
+                ledger.note(Outcome(MEETING, ranges, "absorbed" if done else "dropped"))
+                counts[list(ranges)] += done
+            came = []
         elif what == "die":
             ledger.gone(worker)
             holds[worker] = []
+            frozen.discard(worker)
+        elif what in ("freeze", "thaw"):
+            (frozen.add if what == "freeze" else frozen.discard)(worker)
         elif what == "save":
-            saved = copy.deepcopy(ledger.saved()), counts.copy()
+            saved = copy.deepcopy((ledger.saved(), counts, came))
         else:
-            ledger, counts = Ledger(samples), saved[1].copy()
-            ledger.restore(copy.deepcopy(saved[0]), set(range(WORKERS)))
+            state, counts, came = copy.deepcopy(saved)
+            ledger = begin()
+            waits = {number for ranges in came for number in ranges}
+            ledger.restore(json.loads(json.dumps(state)), set(range(WORKERS)), waits)
     assert (counts == 1).all()
 
 
 TOTAL = 60
 RULE = oxs.rules.local_sgd()
+SUMS = RULE._replace(mean_over=None)
 PARAMS = {"seen": np.zeros(TOTAL, np.float32)}
 
 
 def party(tmp_path=None, meet=None, workers=2, period=1, **options) -> Any:
     settings: dict[str, Any] = {"num_workers": workers, "communication_period": period}
     settings |= {"meet": meet, "delay": 1 if meet else None}
-    server = Server(
-        PARAMS, RULE, samples=Samples(TOTAL, 2), checkpoint_dir=tmp_path, **settings
-    )
+    rule, samples = options.pop("rule", RULE), options.pop("samples", Samples(TOTAL, 2))
+    params = jax.eval_shape(lambda: PARAMS) if options.pop("back", False) else PARAMS
+    server = Server(params, rule, samples=samples, checkpoint_dir=tmp_path, **settings)
 
     def start(index):
         inner = optax.sgd(1.0)
-        return Worker(server, PARAMS, inner, RULE, index=index, **settings)
+        return Worker(server, PARAMS, inner, rule, index=index, **settings)
 
     return server, start
 
@@ -145,6 +179,124 @@ def test_what_came_late_at_the_end_is_done_by_its_worker():
     server.leave(slow.index)
     slow.land()
     assert not slow.resumes() and (seen(server, 2.0) > 0).all()
+
+
+def leased(server, worker, holds, count):
+    return server.lease(worker, 2**62, holds, count)
+
+
+def test_what_waits_in_a_meeting_is_done_once_the_meeting_absorbs_it(tmp_path):
+    """Not when it arrives: the server may die, or the meeting drop it."""
+    options = {"meet": quorum(2), "workers": 3, "rule": SUMS}
+    server, start = party(tmp_path, **options)
+    first, second = start(0), start(1)
+    mine = next(first.samples())
+    marked(first, mine)
+    assert first._sent is not None and not first._sent.answers[0].is_there()
+    server.checkpoint()
+    marked(second, next(second.samples()))  # which closes the meeting, and is lost
+    assert seen(server).sum() == 4
+    server, start = party(tmp_path, back=True, **options)
+    assert seen(server).sum() == 0
+    # Who handed it in has got an answer, and holds it no more.
+    assert leased(server, 0, [], 1) is None
+    server.leave(2)
+    workers = [start(0), start(1)]
+    while batches := [
+        (worker, lease)
+        for worker in workers
+        for lease in [next(worker.samples(), None)]
+        if lease is not None
+    ]:
+        for worker, lease in batches:
+            assert lease != mine
+            marked(worker, lease)
+        for worker, _ in batches:  # A step made meanwhile would be overwritten.
+            worker.land()
+    for worker in workers:
+        worker.flush()
+    for worker in workers:
+        server.leave(worker.index)
+    np.testing.assert_array_equal(seen(server), 1)
+
+
+def dropped_by(server, worker, lease):
+    """Whether a worker was told that a range is dropped, and others get it."""
+    others = leased(server, 1 - worker.index, [], TOTAL)
+    return not worker.used and lease in (others or ())
+
+
+def test_what_a_rule_or_a_meeting_drops_is_made_again():
+    never = RULE._replace(weigh=lambda at: jnp.where(at.num_pushed == 1, 0.0, 1.0))
+    server, start = party(rule=never)
+    worker = start(0)
+    mine = next(worker.samples())
+    marked(worker, mine)
+    assert dropped_by(server, worker, mine) and not seen(server).any()
+    for merge, error in (("raises", ZeroDivisionError), ("overflows", None)):
+
+        def meet(tree, state, axis_name, *, weight=None, also=None, merge=merge):
+            if merge == "raises":
+                raise ZeroDivisionError
+            return oxs.exchange.Met(jax.tree.map(lambda x: x * jnp.inf, tree), 2)
+
+        bad = oxs.exchange.Exchange(lambda tree: (), meet, remembers=False)
+        server, start = party(meet=quorum(2, merge=bad))
+        first, second = start(0), start(1)
+        mine = next(first.samples())
+        marked(first, mine)
+        with contextlib.suppress(*[error] if error else []):
+            marked(second, next(second.samples()))
+        first.land()
+        assert dropped_by(server, first, mine) and not seen(server).any(), merge
+
+
+def test_who_is_silent_after_a_death_is_waited_for_a_while(tmp_path):
+    server, start = party(tmp_path, workers=4, period=10)
+    server.checkpoint()  # before anybody has joined
+    early, late = start(0), start(1)
+    mine = [next(early.samples()), next(late.samples())]
+    server.leave(3)
+    server.checkpoint()
+    server, start = party(tmp_path, workers=4, period=10, back=True)
+    server._ledger.clock = lambda: seconds
+    seconds = server._ledger._until - SILENCE_SECONDS
+    assert server._left == {3}  # He has left, and is not waited for.
+    assert leased(server, 0, [mine[0].number], 1) is None
+    assert leased(server, 2, [], 1) is None  # Worker 1 may hold more.
+    seconds = server._ledger._until
+    got = leased(server, 2, [], TOTAL)
+    assert mine[0] not in got and mine[1] not in got
+    # A range that another has is not counted, whoever speaks late.
+    taken = got[0].number
+    assert not server._ledger.may_count(1, (mine[1].number, taken))
+    late.connection = server
+    late._walked = [mine[1].number, taken]
+    late._lease = None
+    late._own.step({"seen": np.ones(TOTAL, np.float32)}, ())
+    late.flush()
+    assert not late.used and not seen(server).any()
+    assert [event.kind for event in server.events()[1]][-1] == "dropped"
+
+
+def test_a_claim_counts_in_either_order():
+    """A range that a restored server gave to one, who denies it, is the other's."""
+    for order in ((0, 1), (1, 0)):
+        ledger = Ledger(Samples(10, 1))
+        ledger.restore([3, [], [[2, 0]], [10, 1]], {0, 1}, set())
+        for worker in order:
+            ledger.lease(worker, [2] if worker else [], 1)
+        assert ledger.may_count(1, (2,)) and not ledger.may_count(0, (2,)), order
+
+
+def test_a_later_run_of_other_samples_is_refused(tmp_path):
+    server, start = party(tmp_path)
+    marked(start(0), next(start(1).samples()))
+    server.checkpoint()
+    for other in (Samples(TOTAL, 3), Samples(TOTAL + 1, 2)):
+        with pytest.raises(ValueError, match=r"counts ranges of Samples\(60, 2\)"):
+            party(tmp_path, samples=other)
+    party(tmp_path, samples=Samples(TOTAL, 2, epochs=3))
 
 
 def test_a_notice_hands_in_all_that_a_worker_has():

@@ -86,5 +86,6 @@ def clipped(
         linear=False,
         takes_weights=exchange.takes_weights,
         remembers=exchange.remembers,
+        needs=exchange.needs,
         outlier=norms.far_from_result(shard_axes),
     )

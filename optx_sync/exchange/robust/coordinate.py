@@ -77,10 +77,11 @@ def trimmed_mean(f: int) -> Exchange:
         Towards Optimal Statistical Rates", 2018, arXiv 1803.01498.
     """
     f = integer("f", f, "Write for example oxs.exchange.trimmed_mean(1).", least=0)
+    needs = 2 * f + 1
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         replicas = len(everyone.counts)
-        check_enough(replicas, 2 * f + 1, f"trimmed_mean({f})")
+        check_enough(replicas, needs, f"trimmed_mean({f})")
         n = norms.number_of(everyone.counts)
         cut = jnp.minimum(f, jnp.maximum(n - 1, 0) // 2)
         ranks = jnp.arange(replicas, dtype=jnp.int32)[:, None]
@@ -92,7 +93,7 @@ def trimmed_mean(f: int) -> Exchange:
             means.append(total / jnp.maximum(n - 2 * cut, 1).astype(block.dtype))
         return means
 
-    return transposed(rule)
+    return transposed(rule)._replace(needs=needs)
 
 
 def sign_majority() -> Exchange:

@@ -139,12 +139,12 @@ def krum(
     f = integer("f", f, "Write for example oxs.exchange.krum(1).", least=0)
     if m is not None:
         m = integer("m", m, "Write for example oxs.exchange.krum(1, m=1).")
+    needs = max(2 * f + 3 if f else 1, m or 1)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         counts = everyone.counts
         replicas = len(counts)
-        needed = max(2 * f + 3 if f else 1, m or 1)
-        check_enough(replicas, needed, f"krum({f}, m={m})")
+        check_enough(replicas, needs, f"krum({f}, m={m})")
         gram = _gram(_near(everyone).blocks, everyone)
         own = jnp.diagonal(gram)
         # Symmetric to the bit, so that neighbours' scores are equal where they are.
@@ -163,7 +163,8 @@ def krum(
         chosen = chosen / or_one(jnp.sum(chosen))
         return [_combine(chosen, block) for block in everyone.blocks]
 
-    return transposed(_of_finite(rule), shard_axes=shard_axes, sizes=size_of)
+    exchange = transposed(_of_finite(rule), shard_axes=shard_axes, sizes=size_of)
+    return exchange._replace(needs=needs)
 
 
 class _Near(NamedTuple):

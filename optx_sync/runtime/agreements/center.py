@@ -23,6 +23,7 @@ from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
+from optx_sync.runtime.samples import Outcome
 
 
 class CodedAnswers:
@@ -97,6 +98,8 @@ class Center(AtOnce):
         self.seen: list[int] = [0] * at.num_workers
         # A contribution made at the server is not divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
+        # Workers whose last contribution was dropped.
+        self.dropped: set[int] = set()
         self.keeps_before: bool = "before" in self.traffic.replies
         self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
@@ -189,7 +192,22 @@ class Center(AtOnce):
         self.global_step += 1
         self.applied += int(counts)
         self.seen[worker] = self.applied
+        if not counts:
+            return self._answer_dropped(worker, push, before)
+        self.dropped.discard(worker)
+        self.outcomes += (Outcome(worker, push.leases, "absorbed"),)
         return self._reply(worker, before, push.confirms)
+
+    def drop(self, worker: int, push: Push) -> Reply:
+        """Answer a push that is not to be absorbed, with the center as it is."""
+        self.kept.pop(worker, None)
+        self.seen[worker] = self.applied
+        return self._answer_dropped(worker, push, self.center)
+
+    def _answer_dropped(self, worker: int, push: Push, before: Arrays) -> Reply:
+        self.dropped.add(worker)
+        self.outcomes += (Outcome(worker, push.leases, "dropped"),)
+        return self._reply(worker, before, push.confirms)._replace(used=False)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
         """Whether no sum can overflow."""
@@ -225,7 +243,8 @@ class Center(AtOnce):
     def reply_again(self, worker: int) -> Reply:
         """The reply to a push that is sent again."""
         # After a restart none is kept, and the current center serves as well.
-        return self._reply(worker, self.kept.get(worker, self.center))
+        reply = self._reply(worker, self.kept.get(worker, self.center))
+        return reply._replace(used=worker not in self.dropped)
 
     def join(self, worker: int) -> None:
         """Note that a worker starts and takes the center."""
@@ -264,7 +283,8 @@ class Center(AtOnce):
         """The arrays and notes for a checkpoint."""
         center = jax.tree.map(np.asarray, self.center)
         arrays = {"center": center, "outer": saved.numbered(self.outer)}
-        return arrays, {"global_step": self.global_step}
+        dropped = sorted(self.dropped)
+        return arrays, {"global_step": self.global_step, "dropped": dropped}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint."""
@@ -272,5 +292,6 @@ class Center(AtOnce):
         self.outer = saved.like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
         self.kept = {}
+        self.dropped = set(notes.get("dropped", ()))
         self.global_step = int(notes["global_step"])
         self.seen = [self.applied] * self.at.num_workers

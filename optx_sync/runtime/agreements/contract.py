@@ -11,6 +11,7 @@ from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.messages import Arrays
+from optx_sync.runtime.samples import Outcome
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
 
@@ -32,6 +33,7 @@ class AtOnce:
     """A server's side where no push waits for one of a part's other workers."""
 
     short: tuple[str, ...] = ()  # of meetings that closed with too few
+    outcomes: tuple[Outcome, ...] = ()  # of ranges, which the server has not asked for
 
     def settle(self) -> float:
         """Close what is to be closed now; the seconds until the next time."""
@@ -40,6 +42,10 @@ class AtOnce:
     def asks(self, worker: int, met: int) -> bool:
         """Whether a worker is asked to push before its turn."""
         return False
+
+    def waiting_ranges(self) -> set[int]:
+        """The ranges of samples of contributions that wait in a meeting."""
+        return set()
 
 
 class Sent(NamedTuple):

@@ -20,6 +20,7 @@ from optx_sync.runtime.agreements.center import Center
 from optx_sync.runtime.agreements.own import Terms
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.runtime.samples import MEETING, Outcome
 
 # The axis of the contributions to one meeting.
 AXIS = "contributions"
@@ -49,7 +50,6 @@ class Meetings(Center):
         self.came: list[Push] = []  # to the meeting that is open
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
-        self.dropped: set[int] = set()  # workers whose last contribution was dropped
         self.strangers: set[int] = set()  # who has no answer of a server that came back
         self.restored: int = 0  # its meetings by then
         self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
@@ -70,16 +70,23 @@ class Meetings(Center):
         self.took[worker] = push.confirms
         gone = worker in self.strangers and push.met > self.restored
         if gone or push.met not in (-1, self.global_step):
-            self.dropped.add(worker)
-        else:
-            self.dropped.discard(worker)
-            now = self.clock()
-            if not self.came:
-                self.opened, self.step_seconds = now, push.step_seconds
-            self.step_seconds = min(self.step_seconds, push.step_seconds)
-            # The message may be overwritten after the answer.
-            arrays = jax.tree.map(np.array, push.arrays)
-            self.came.append(push._replace(arrays=arrays))
+            return self.drop(worker, push)
+        self.dropped.discard(worker)
+        self.outcomes += (Outcome(worker, push.leases, "waits"),)
+        now = self.clock()
+        if not self.came:
+            self.opened, self.step_seconds = now, push.step_seconds
+        self.step_seconds = min(self.step_seconds, push.step_seconds)
+        # The message may be overwritten after the answer.
+        arrays = jax.tree.map(np.array, push.arrays)
+        self.came.append(push._replace(arrays=arrays))
+        return self.reply_again(worker)
+
+    def drop(self, worker: int, push: Push) -> Reply:
+        """Answer a push that comes to no meeting."""
+        self.took[worker] = push.confirms
+        self.dropped.add(worker)
+        self.outcomes += (Outcome(worker, push.leases, "dropped"),)
         return self.reply_again(worker)
 
     def join(self, worker: int) -> None:
@@ -112,21 +119,37 @@ class Meetings(Center):
 
     def _close(self, now: float) -> None:
         came, self.came, self.closes = self.came, [], None
+        counts, needs = [False for _ in came], self.merge.needs
+        try:
+            if len(came) < needs:
+                what = f"nothing was merged of {len(came)}, for merge= needs {needs}"
+                self.short += (f"{what}: all are dropped",)
+            else:
+                counts = self._merge(came)
+        finally:  # Also where `merge` raises, everybody is told.
+            for one, used in zip(came, counts, strict=True):
+                if not used:
+                    self.dropped.add(one.worker)
+                what = "absorbed" if used else "dropped"
+                self.outcomes += (Outcome(MEETING, one.leases, what),)
+            self.sync_seconds = self.clock() - now
+
+    def _merge(self, came: list[Push]) -> list[bool]:
+        """The center absorbs what has come; whose contributions count."""
         known = {
             "steps": jnp.array([one.steps for one in came], jnp.int32),
             "tokens": jnp.array([one.tokens for one in came], jnp.float32),
             "num_pushed": jnp.array([one.round for one in came], jnp.int32),
         }
         sent = [one.arrays for one in came]
-        center, outer, finite = self._meet(self.center, self.outer, sent, known)
+        center, outer, finite, counts = self._meet(self.center, self.outer, sent, known)
         self.before = self.center
-        if finite:
-            self.center, self.outer = center, outer
-            self.global_step += 1
-            self.applied += 1
-        else:  # The center would overflow: all contributions are dropped, and told so.
-            self.dropped |= {one.worker for one in came}
-        self.sync_seconds = self.clock() - now
+        if not finite:  # The center would overflow.
+            return [False for _ in came]
+        self.center, self.outer = center, outer
+        self.global_step += 1
+        self.applied += 1
+        return np.asarray(counts).tolist()
 
     def _run_meet(self, center, outer, sent, known):
         rule, variables = self.rule, self.variables
@@ -137,16 +160,17 @@ class Meetings(Center):
             total = self.contribution(sent, before.value, at)
             memory, factor = self.merge.init(total), alone.factor_of(rule, at)
             met = self.merge.meet(total, memory, AXIS, weight=factor)
-            return met.mean, jnp.asarray(met.weight, jnp.float32)
+            counts = jnp.bool_(True) if factor is None else factor > 0
+            return met.mean, jnp.asarray(met.weight, jnp.float32), counts
 
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *sent)
-        everyones = jax.vmap(one, axis_name=AXIS)(stacked, known)
-        total, weight = jax.tree.map(lambda x: x[0], everyones)
+        means, weights, counts = jax.vmap(one, axis_name=AXIS)(stacked, known)
+        total, weight = jax.tree.map(lambda x: x[0], (means, weights))
         if rule.mean_over is None:
             total = jax.tree.map(lambda x: x * weight.astype(x.dtype), total)
         after = alone.absorb(rule, before, total)
         after = where(weight > 0, after, before)
-        return variables.arrays(after.value), after.outer, is_finite(after)
+        return variables.arrays(after.value), after.outer, is_finite(after), counts
 
     def reply_again(self, worker: int) -> Reply:
         """The answer: the center around the meeting, once it is closed."""
@@ -190,16 +214,23 @@ class Meetings(Center):
         for i, one in enumerate(self.came):
             for name, of_name in one.arrays.items():
                 arrays[f"came_{i}_{name}"] = of_name
-        came = [(one.worker, one.steps, one.tokens, one.round) for one in self.came]
-        return arrays, {**notes, "came": came, "dropped": sorted(self.dropped)}
+        came = [
+            (one.worker, one.steps, one.tokens, one.round, *one.leases)
+            for one in self.came
+        ]
+        return arrays, {**notes, "came": came}
+
+    def waiting_ranges(self) -> set[int]:
+        """The ranges of samples of contributions that wait in a meeting."""
+        return {number for one in self.came for number in one.leases}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Restore from a checkpoint, also from one of contributions that came alone."""
         super().load(arrays, notes)
         self.before, self.closes, self.opened = self.center, None, self.clock()
         self.strangers, self.restored = set(range(len(self.seen))), self.global_step
-        self.dropped = set(notes.get("dropped", ()))
         self.came = []
-        for i, (worker, steps, tokens, number) in enumerate(notes.get("came", ())):
+        for i, (worker, steps, tokens, number, *of) in enumerate(notes.get("came", ())):
             sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
-            self.came.append(Push(worker, number, sent, steps, tokens=tokens))
+            one = Push(worker, number, sent, steps, tokens=tokens, leases=tuple(of))
+            self.came.append(one)

@@ -28,6 +28,7 @@ from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
+from optx_sync.runtime.samples import Outcome
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
@@ -101,7 +102,17 @@ class Updates(contract.AtOnce):
             self.accepted_at[worker] = self.global_step
             if completes:
                 self._complete()
+        return self._answered(worker, push, used)
+
+    def drop(self, worker: int, push: Push) -> Reply:
+        """Answer a gradient that is not to be accumulated."""
+        return self._answered(worker, push, False)
+
+    def _answered(self, worker: int, push: Push, used: bool) -> Reply:
+        """The answer to a gradient, for which its worker gets a token."""
         self.was_used[worker] = used
+        what = "absorbed" if used else "dropped"
+        self.outcomes += (Outcome(worker, push.leases, what),)
         # A worker that waited when the checkpoint was made may have gone on since:
         # after a restore it pushes, and still waits for only one token.
         if worker not in self.waiting:
