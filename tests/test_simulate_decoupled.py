@@ -301,6 +301,7 @@ def changed(**changes):
 
 MEDIAN = oxs.exchange.median()
 FEEDBACK = oxs.exchange.error_feedback(oxs.exchange.quantized())
+RADIAL = oxs.exchange.radial(oxs.exchange.trimmed_mean(1))
 test_bad_input_is_refused = all_refused(globals())(r"""
 quorum(0)  # ValueError: k must be 1 or more
 quorum(2.5)  # TypeError: k must be an integer
@@ -308,8 +309,8 @@ quorum(2, grace=-1.0)  # ValueError: grace must be
 quorum(2, cap=math.nan)  # ValueError: cap must be
 quorum(2, merge=0.5)  # TypeError: exchange must be
 quorum(1, merge=MEDIAN)  # ValueError: there is one
-quorum(3, merge=oxs.exchange.krum(1))  # ValueError: needs 5 .* with k=3\. Pass quorum\(5
-quorum(2, merge=oxs.exchange.radial(oxs.exchange.trimmed_mean(1)))  # ValueError: needs 3
+quorum(3, merge=oxs.exchange.krum(1))  # ValueError: needs 5 .* k=3\. Pass quorum\(5
+quorum(2, merge=RADIAL)  # ValueError: needs 3 contributions or more
 changed(seconds=[0.0, 1.0])  # ValueError: Of worker 0 in step 0
 changed(seconds=[1.0], num_workers=2)  # ValueError: each of the 2
 changed(seconds=lambda worker, step: 1.0)  # TypeError: pass it where seconds is

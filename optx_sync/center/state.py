@@ -250,7 +250,7 @@ class CenterState(NamedTuple):
 
 
 fields.declare(
-    how=fields.FACT,
+    how=fields.COUNTER,
     **{
         name: functools.partial(_kind_of, name)
         for name in CenterState._fields

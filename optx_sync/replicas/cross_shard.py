@@ -61,8 +61,8 @@ class CrossShardMetrics(NamedTuple):
     exchange=lambda state: fields.OF_SUMS if state.summed else fields.OWN,
     info=fields.INFO,
     inner=lambda state: fields.SHARED if state.cut else fields.LIKE_PARAMS,
-    summed=fields.FACT,
-    cut=fields.FACT,
+    summed=fields.COUNTER,
+    cut=fields.COUNTER,
 )
 class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something.

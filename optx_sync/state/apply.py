@@ -85,7 +85,7 @@ def _refuse_what_follows(state: Tree) -> None:
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()
     for place, link in enumerate(links[:-1]):
-        if fields.stands_last(link):
+        if fields.has_copy(link):
             raise ValueError(
                 f"Link {place} of this chain of {len(links)} has a "
                 f"{type(link).__name__}: it turns new parameters into updates, so what "

@@ -78,8 +78,7 @@ class FieldKind(NamedTuple):
         return FieldKind("params", slots=self.slots, lands=lands)
 
 
-COUNTER = FieldKind("all levels").not_a_slot
-FACT = FieldKind("all levels").not_a_slot  # a `Fact`
+COUNTER = FieldKind("all levels").not_a_slot  # also of a `Fact`
 SHARED = FieldKind("level")
 SHARED_ANEW = FieldKind("level", "anew")
 LIKE_PARAMS = FieldKind("params")
@@ -190,13 +189,9 @@ def declares(x: object) -> bool:
 
 def is_level(x: Tree) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
-    return declares(x) and "inner" in x.field_kinds and not _lies_as_params(x)
-
-
-def _lies_as_params(state: Declares) -> bool:
-    """Whether each field of a state is equal where the parameters are."""
-    kinds = [kind_of(state, name) for name in state.field_kinds]
-    return all(kind.whose == "params" for kind in kinds if kind is not FACT)
+    if not (declares(x) and "inner" in x.field_kinds):
+        return False
+    return any(kind_of(x, name).whose in ("level", "own") for name in x.field_kinds)
 
 
 def kind_of(state: Declares, name: str) -> FieldKind:
@@ -221,10 +216,8 @@ def nodes_of(tree: Tree, is_node: Callable[[Tree], bool] = declares) -> list[Tre
 
 def center_of(state: Declares) -> tuple[FieldKind, Tree] | None:
     """(kind, value) of the field from which workers start, if there is one."""
-    for _, kind, value in fields_of(state):
-        if kind.is_center:
-            return kind, value
-    return None
+    found = ((kind, value) for _, kind, value in fields_of(state) if kind.is_center)
+    return next(found, None)
 
 
 def may_have_center(x: object) -> bool:
@@ -239,26 +232,17 @@ def has_center(x: Any) -> bool:
 
 def copy_of(state: Declares) -> Tree:
     """The copy of the parameters that a state keeps, a center or averages, or ()."""
-    kept = (value for _, kind, value in fields_of(state) if kind.lands)
-    return next((value for value in kept if jax.tree.leaves(value)), ())
+    return next((value for _, kind, value in fields_of(state) if kind.lands), ())
 
 
 def has_copy(x: Any) -> bool:
-    """Whether this is a state with counters that keeps a copy of the parameters."""
-    counts = declares(x) and hasattr(x, "global_step")
-    return counts and bool(jax.tree.leaves(copy_of(x)))
+    """Whether this is a state that keeps a copy of the updated parameters."""
+    return declares(x) and bool(jax.tree.leaves(copy_of(x)))
 
 
 def holds_center(tree: Tree) -> bool:
     """Whether a tree holds the state of a center rule or of gossip anywhere."""
     return bool(nodes_of(tree, may_have_center))
-
-
-def stands_last(state: Tree) -> bool:
-    """Whether it must be last in a chain, since it holds the updated parameters."""
-    return declares(state) and any(
-        kind.lands and jax.tree.leaves(value) for _, kind, value in fields_of(state)
-    )
 
 
 class Reduced(NamedTuple):

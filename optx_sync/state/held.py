@@ -61,11 +61,6 @@ def params(state: Tree, leaves: Iterable[Leaf]) -> dict[Names, Leaf]:
     }
 
 
-def held(form: Form) -> list[HeldParameters]:
-    """For each center in a state, the parameters that belong to it."""
-    return _belonging(form, lambda node: (fields.center_of(node) or ((), ()))[1])
-
-
 def known(form: Form, leaves: Sequence[Leaf]) -> dict[Names, Leaf]:
     """The parameters of a state by their names; of several centers those of each."""
     numbered = form.bare(range(len(leaves)))
@@ -76,29 +71,17 @@ def known(form: Form, leaves: Sequence[Leaf]) -> dict[Names, Leaf]:
     return {names_of(path): leaves[place] for path, place in pairs}
 
 
-def copied(form: Form) -> list[HeldParameters]:
-    """For each copy of parameters in a state, these; in the order of `copies`."""
-    return _belonging(form, fields.copy_of, fields.has_copy)
-
-
-def copies(tree: Tree) -> list[Tree]:
-    """The outermost states in a tree that keep a copy of the parameters."""
-    return fields.nodes_of(tree, fields.has_copy)
-
-
-def _belonging(
-    form: Form,
-    copy_of: Callable[[Tree], Tree],
-    is_node: Callable[[Tree], bool] = fields.has_center,
+def held(
+    form: Form, is_node: Callable[[Tree], bool] = fields.has_center
 ) -> list[HeldParameters]:
-    """For each of the outermost states of a kind, the parameters of its copy."""
+    """For each of the outermost states with a copy, a center, the parameters of it."""
     numbers = range(len(form.paths()))
     state, found = form.bare(numbers), []
     own = outside(state)
     for at, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node):
         if not is_node(node):
             continue
-        center = copy_of(node)
+        center = fields.copy_of(node)
         pairs, treedef = jax.tree_util.tree_flatten_with_path(center, is_leaf=is_masked)
         wanted = [None if is_masked(x) else names_of(path) for path, x in pairs]
         first = min(jax.tree.leaves(node))

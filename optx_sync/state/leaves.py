@@ -50,11 +50,6 @@ class Leaf(NamedTuple):
     size: int | None = None
 
     @property
-    def kinds(self) -> list[fields.FieldKind]:
-        """The kinds of the fields that hold it."""
-        return [field.kind for field in self.around if field.kind]
-
-    @property
     def levels(self) -> list[fields.FieldKind]:
         """The kinds of those that belong to a level of workers."""
         return [field.kind for field in self.around if field.kind and field.level]
@@ -101,16 +96,11 @@ class Leaf(NamedTuple):
         return {kind.whose for kind in self.levels[level:]} == {"own"}
 
     @property
-    def is_counter(self) -> bool:
-        """Whether it is a counter that workers share on all levels."""
-        return any(kind.whose == "all levels" for kind in self.levels)
-
-    @property
     def _piece(self) -> fields.Cut:
         """How it is cut over the workers of the level that holds it."""
         inside = [field for field in self.around if isinstance(field.node, _CUT)]
         levels = [field.node for field in self.around if field.level]
-        stacked = max(map(stacked_axes, levels[-1:]), default=0)
+        stacked = max(map(stacked_axes, levels), default=0)
         if not inside or _ndim(self.x) <= stacked:
             return fields.Cut.NOT
         whole = isinstance(inside[-1].node, fields.Owned) and inside[-1].name
@@ -137,9 +127,12 @@ def map_but_counters(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
 
     All workers must take the same branch of a conditional on such a counter.
     """
-    return map_leaves(
-        lambda leaf: leaf.x if leaf.is_counter else function(leaf.x), tree
-    )
+
+    def apply(leaf):
+        shared = any(kind.whose == "all levels" for kind in leaf.levels)
+        return leaf.x if shared else function(leaf.x)
+
+    return map_leaves(apply, tree)
 
 
 def _leaves(

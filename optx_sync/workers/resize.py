@@ -172,7 +172,7 @@ class Resize(NamedTuple):
 
 def _begins(leaf: Leaf) -> int:
     """The number that fills an array where it begins anew."""
-    return [fields.OWN, *leaf.kinds][-1].begins
+    return [fields.OWN, *(x.kind for x in leaf.around if x.kind)][-1].begins
 
 
 def _lost(leaves: list[Leaf], fewer: bool) -> list[tuple[str, str]]:

@@ -684,12 +684,12 @@ def _refuse_other_parameters(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Refuse a new center of other parameters, to which the first round would pull."""
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
         return  # shapes
-    copies = held.copies(form.bare(arrays))
+    copies = fields.nodes_of(form.bare(arrays), fields.has_copy)
     new = [not np.any(jax.device_get(node.global_step)) for node in copies]
     if not any(new) or not all(getattr(x, "is_fully_addressable", 1) for x in arrays):
         return
     try:
-        found = held.copied(form)
+        found = held.held(form, fields.has_copy)
     except ValueError:
         return  # Parameters are started by themselves.
     for node, one, is_new in zip(copies, found, new, strict=True):

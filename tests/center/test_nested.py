@@ -215,3 +215,26 @@ by_hand.state_axes(RULES["elastic(elastic)"], PARAMS, level=2)
 by_hand.state_specs(RULE, PARAMS, P(), P(*AXES))
     # ValueError: has 1 level.*got level 1
 """)
+
+
+def test_pieces_that_are_measured_lie_on_their_own_level():
+    """Of a level without counts of its own the one around says how many axes it has."""
+    inner = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True, measure=True)
+    tx = oxs.diloco(inner, "pods", communication_period=2)
+    params = {"w": jnp.arange(6.0), "b": jnp.ones(())}
+    workers = oxs.Workers((2, 3), ("pods", "chips"))
+    state = workers.start((params, tx.init(params)))
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        grads = jax.tree.map(lambda p: p * x.mean(), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    with jax.numpy_dtype_promotion("standard"):  # Adam counts in integers
+        for _ in range(4):  # whole rounds
+            state = step(*state, jnp.arange(12.0))
+    resized = oxs.Workers((3, 3), ("pods", "chips")).resize(state)
+    # [pods, chips, 2]: each pod's pieces stay on its chips.
+    before, after = (x[1].inner.inner.tree[0].mu["w"] for x in (state, resized))
+    assert before.shape == (2, 3, 2)
+    np.testing.assert_array_equal(after[:2], before)
