@@ -172,7 +172,8 @@ class RayConnection:
         # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
         self._lines: dict[tuple[int, int], SharedLine] = {}
-        self._asked: dict[tuple[int, int, int], Any] = {}  # calls of `asked`
+        # By worker and part the call of `asked` that waits at a server, and what for.
+        self._asked: dict[tuple[int, int], tuple[int, Any]] = {}
         self.layout: PartsLayout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
@@ -246,16 +247,18 @@ class RayConnection:
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """See `Server.asked`: by a call that waits at the server while this returns."""
-        ray, key = import_ray(), (worker, part, met)
-        if key not in self._asked:
+        ray, key = import_ray(), (worker, part)
+        before, waits = self._asked.get(key, (None, None))
+        if before != met:
             server = self.servers[self.layout.owners[part]]
-            waits = server.call.remote("asked", *key, TOKEN_SECONDS)
-            self._asked = {key: waits}  # What was asked before is over.
-        ready, _ = ray.wait([self._asked[key]], timeout=0)
+            waits = server.call.remote("asked", worker, part, met, TOKEN_SECONDS)
+            self._asked[key] = met, waits
+        ready, _ = ray.wait([waits], timeout=0)
         if not ready:
             return False
+        del self._asked[key]
         try:
-            return _raised(ray.get(self._asked.pop(key)))
+            return _raised(ray.get(waits))
         except ray.exceptions.RayActorError:
             return False  # The push will find out whether it comes back.
 

@@ -351,6 +351,23 @@ def test_parts_that_wait_at_a_server_that_comes_back_are_sent_again(
         np.testing.assert_array_equal(center[name], 2.0)
 
 
+def test_a_worker_hears_of_each_server_that_it_is_asked(ray):
+    """One call of each part waits at its server, however often it is looked at."""
+    connection = servers_of(2, workers=2, meet=oxs.runtime.quorum(2), delay=1)
+    first, second = connection.servers
+    for handle in (first, second):
+        handle.frozen = True  # as a call that waits there
+    for _ in range(5):
+        assert not any([connection.asked(1, part, 0) for part in (0, 1)])
+    assert [len(handle.waiting) for handle in (first, second)] == [1, 1]
+    for handle, told in ((second, True), (first, False)):
+        handle.actor = types.SimpleNamespace(call=lambda *_, told=told: told)
+        handle.answer()
+    assert [connection.asked(1, part, 0) for part in (0, 1)] == [False, True]
+    assert not connection.asked(1, 0, 1)  # after another meeting it asks anew
+    assert len(first.waiting) == 1
+
+
 def test_what_cannot_be_sent_is_named_and_not_shown():
     lock = threading.Lock()
     things = {"inner": ray_actors.optax.sgd(1.0), "worker_fn": lambda worker: lock}
