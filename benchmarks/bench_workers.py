@@ -7,13 +7,9 @@ Layers so small that a device has nothing to do: what is left is what Python and
 make of hundreds of arrays between one step and the next.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +21,7 @@ from report import Report, ratio, spread
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+report.on_cpu(4)
 
 AXIS, WIDTH = "workers", 8
 Times = Mapping[str, list[tuple[float, float]]]

@@ -13,11 +13,7 @@ jitter much, what the compiled programs contain is counted too.
 import importlib.util
 import itertools
 import math
-import os
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import by_hand
 import by_peers
@@ -33,8 +29,7 @@ from report import Line, Panel, Report, ratio, spread
 import optx_sync as oxs
 from optx_sync.audit import hlo
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+report.on_cpu(8)
 
 BATCH = 32
 MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")

@@ -5,27 +5,21 @@ with Python.
 """
 
 import functools
-import hashlib
 import os
-import pydoc_data.topics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-# A program takes one core, and as many run at a time as there are cores: faster than
-# threads inside of small matrix products. XLA reads the size of its pool from NPROC.
-os.environ["NPROC"] = "1"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from by_hand import AXIS
+from characters import digest, help_texts
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
-
-AXIS, WORKERS, BATCH, CONTEXT = "workers", 8, 2, 32
+WORKERS, BATCH, CONTEXT = 8, 2, 32
 WIDTH, LAYERS, HEADS = 64, 2, 4
 STEPS, RATE, PERIOD = 1000, 4e-3, 20  # the rate of AdamW; steps between rounds
 # Python's source: other words, other line lengths, the same characters.
@@ -39,11 +33,7 @@ Tree = Any
 @functools.cache
 def texts() -> dict[str, Any]:
     """Numbers of characters: to train on, held out twice, and a second task's."""
-    whole = "\n".join(pydoc_data.topics.topics.values())
-    kept = "\n\n".join(dict.fromkeys(whole.split("\n\n")))
-    alphabet, codes = np.unique(list(kept), return_inverse=True)
-    blocks = np.array_split(codes.astype(np.int32), 100)
-    train = [block for number, block in enumerate(blocks) if number % 10 != 9]
+    _, kept, alphabet, train, validation, test = help_texts()
     folder = Path(os.__file__).parent
     source = "".join((folder / f"{name}.py").read_text() for name in SECOND_TASK)
     known = set(alphabet)
@@ -51,16 +41,16 @@ def texts() -> dict[str, Any]:
     second = np.searchsorted(alphabet, source).astype(np.int32)
     last = len(second) - len(second) // 10
     return {
-        "train": np.concatenate(train),
-        "validation": cut(np.concatenate(blocks[9::20]))[::4],
-        "test": cut(np.concatenate(blocks[19::20])),
+        "train": train,
+        "validation": cut(np.concatenate(validation))[::4],
+        "test": cut(np.concatenate(test)),
         "second": second[:last],
         "second test": cut(second[last:]),
         "facts": {
             "alphabet": len(alphabet),
-            "characters": len(codes),
-            "sha256": hashlib.sha256(kept.encode()).hexdigest(),
-            "second sha256": hashlib.sha256("".join(source).encode()).hexdigest(),
+            "characters": len(kept),
+            "sha256": digest(kept),
+            "second sha256": digest("".join(source)),
         },
     }
 

@@ -57,6 +57,20 @@ def folder_of(options: argparse.Namespace) -> Path:
     return options.out or HERE / ("results-quick" if options.quick else "results")
 
 
+def on_cpu(devices: int = 0, threads: int = 0) -> None:
+    """Let JAX have CPU devices alone, so many of them, before it makes an array.
+
+    XLA reads the size of its pool from NPROC. Without threads to spare for the devices
+    a collective may wait for ever: see Makefile. Where a program takes one core, and
+    as many run at a time as there are cores, one is faster than threads inside of
+    small matrix products.
+    """
+    os.environ["NPROC"] = str(threads or os.environ.get("NPROC", 16))
+    jax.config.update("jax_platforms", "cpu")
+    if devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on, with which versions."""
     versions = {"python": platform.python_version()}
