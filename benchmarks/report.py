@@ -9,6 +9,7 @@ page says in words, what follows and what others published, stands in `pages.tom
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -325,6 +326,17 @@ class Known:
             with self.path.open("a") as out:
                 out.write(f"{json.dumps([key, self.rows[name]])}\n")
         return self.rows[name]
+
+    def all(
+        self, what: str, items: Sequence[Any], measure: Callable, *more: Any
+    ) -> list[list[Any]]:
+        """The rows `measure(item, *more)` of all items, each shown as it comes."""
+        rows = []
+        for number, item in enumerate(items, 1):
+            key = [what, *(item if isinstance(item, tuple) else (item,)), *more]
+            rows += self.get(key, functools.partial(measure, item, *more))
+            print(f"{what}, {number} of {len(items)}: {rows[-1]}", flush=True)
+        return rows
 
 
 def page_of(found: Mapping[str, Any]) -> str:
