@@ -42,10 +42,7 @@ from on_ray import PATIENCE_SECONDS
 import optx_sync as oxs
 from optx_sync import runtime
 
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-)
+on_ray.take_one_thread()
 WORKERS, CPUS = 4, 2
 EVERY = 20  # pushes between checkpoints
 # A place is a digit to the base 4 of a number, so many digits in each: exact in float32

@@ -28,6 +28,12 @@ ACTORS = {"workers": "ray::WorkerActor", "servers": "ray::ServerActor"}
 PATIENCE_SECONDS = 180  # what a run may take to end after the last fault
 
 
+def take_one_thread() -> None:
+    """Let each of many processes compute with one thread, as XLA reads its flags."""
+    one = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ.setdefault("XLA_FLAGS", one)
+
+
 @contextlib.contextmanager
 def cluster(cpus: int, **more: Any) -> Iterator[Any]:
     """A new cluster: never another one that happens to run here."""
