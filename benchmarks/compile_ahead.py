@@ -230,33 +230,46 @@ def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
     tx, replicas, told = in_pods()[case]
     devices = mesh.devices.reshape(2, -1)
     mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
-    layer = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
-    params = {f"layer {i}": layer for i in range(2 * LAYERS)}
     if replicas:
         workers = oxs.Workers(devices.shape, (AXIS, POD_AXIS), mesh=mesh)
     else:
-        specs = dict.fromkeys(params, P(POD_AXIS))
+        specs = dict.fromkeys(params_of(2 * LAYERS, WIDTH, dtype), P(POD_AXIS))
         workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+    with jax.numpy_dtype_promotion("standard"):
+        step, given = step_of(tx, workers, dtype, layers=2 * LAYERS, **told)
+        return step.lower(*given).compile()
+
+
+def params_of(layers: int, width: int, dtype: Any) -> dict[str, Any]:
+    """The shapes of a chain of matrices."""
+    layer = jax.ShapeDtypeStruct((width, width), dtype)
+    return {f"layer {i}": layer for i in range(layers)}
+
+
+def step_of(
+    tx: Any,
+    workers: oxs.Workers,
+    dtype: Any,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    examples: int = EXAMPLES,
+    **told: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    """A `Workers.step`, and the shapes and places of all that it is called with."""
 
     @functools.partial(workers.step, state=2)
     def step(params, state, batch):
         grads = jax.grad(loss)(params, batch)
         return oxs.apply_gradients(tx, grads, state, params, **told)
 
-    batch = jax.ShapeDtypeStruct(
-        (mesh.size * EXAMPLES, WIDTH),
-        dtype,
-        sharding=NamedSharding(mesh, P(mesh.axis_names)),
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
-        return step.lower(*state, batch).compile()
-
-
-def shapes_of(workers: oxs.Workers, state: Any) -> Any:
-    """What `workers.start` makes of a state of shapes, by shapes and places."""
-    form, arrays = forms.split(state)
-    return form.merge(workers._layout.shapes(form, arrays))
+    mesh: Any = workers.mesh
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
+    params = params_of(layers, width, dtype)
+    # What `workers.start` makes of shapes.
+    form, arrays = forms.split((params, jax.eval_shape(tx.init, params)))
+    state = form.merge(workers._layout.shapes(form, arrays))
+    return step, (*state, batch)
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -282,35 +295,20 @@ def compile_landing(tx: Any, mesh: Mesh, dtype: Any, **size: int) -> Any:
 
 
 def lower_kinds(
-    tx: Any,
-    workers: oxs.Workers,
-    dtype: Any,
-    layers: int = LAYERS,
-    width: int = WIDTH,
-    examples: int = EXAMPLES,
+    tx: Any, workers: oxs.Workers, dtype: Any, **size: int
 ) -> dict[Any, jax.stages.Lowered]:
     """The programs of `Workers.step` by the part that lands, and as one, `"one"`."""
-    mesh: Any = workers.mesh
-    layer = jax.ShapeDtypeStruct((width, width), dtype)
-    params = {f"layer {i}": layer for i in range(layers)}
-
-    @functools.partial(workers.step, state=2)
-    def step(params, state, batch):
-        grads = jax.grad(loss)(params, batch)
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    split = NamedSharding(mesh, P(mesh.axis_names))
-    batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
     with jax.numpy_dtype_promotion("standard"):
-        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
-        return {**step.lower_kinds(*state, batch), "one": step.lower(*state, batch)}
+        step, given = step_of(tx, workers, dtype, **size)
+        return {**step.lower_kinds(*given), "one": step.lower(*given)}
 
 
 def kinds_in_pods(case: str, parts: int) -> dict[Any, jax.stages.Lowered]:
     """The programs of two pods of four, whose devices share a worker's batch."""
     devices = PLATFORM.mesh_of(PLATFORM.pods).devices.reshape(2, -1)
     mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
-    specs = {f"layer {i}": P() for i in range(KINDS_SIZE["layers"])}
+    layers, width = KINDS_SIZE["layers"], KINDS_SIZE["width"]
+    specs = dict.fromkeys(params_of(layers, width, jnp.bfloat16), P())
     workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
     more = {"fragments": parts, "overlap": True, "exchange": KINDS[case]}
     tx = oxs.diloco(optax.adamw(1e-3), AXIS, communication_period=KINDS_PERIOD, **more)
@@ -356,8 +354,7 @@ def compile_step(
     examples: int = EXAMPLES,
 ) -> jax.stages.Compiled:
     """One training step of every worker, gradient included, for the mesh's devices."""
-    layer = jax.ShapeDtypeStruct((width, width), dtype)
-    params = {f"layer {i}": layer for i in range(layers)}
+    params = params_of(layers, width, dtype)
     batch = jax.ShapeDtypeStruct((mesh.size, examples, width), dtype)
     # Optax adds wide updates to half precision by promotion.
     with jax.numpy_dtype_promotion("standard"):

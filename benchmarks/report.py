@@ -93,21 +93,28 @@ def machine() -> dict[str, Any]:
 
 
 def in_turns(
-    calls: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 3
-) -> dict[str, list[float]]:
+    calls: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 3,
+    host: bool = False,
+) -> dict[str, list[Any]]:
     """Milliseconds of each call, each run once in a turn, so that a drift meets all.
 
     A call returns what must be ready before the clock is stopped. The order is turned
-    round every other time: what ran before leaves its data in the caches.
+    round every other time: what ran before leaves its data in the caches. With `host`
+    each is a pair with the processor's milliseconds of the host's thread, until the
+    call returns: others that want it, and what devices do meanwhile, do not count.
     """
     times = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
         for name in list(calls)[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
-            jax.block_until_ready(calls[name]())
+            start, own = time.perf_counter(), time.thread_time()
+            found = calls[name]()
+            own = time.thread_time() - own
+            jax.block_until_ready(found)
             taken = 1e3 * (time.perf_counter() - start)
             if turn >= warm_up:
-                times[name].append(taken)
+                times[name].append((taken, 1e3 * own) if host else taken)
     return times
 
 
