@@ -400,12 +400,17 @@ def _cell(value: Any) -> str:
 def _rounded(value: Any) -> Any:
     """What a JSON file keeps of it: six digits of a number, arrays as lists."""
     if isinstance(value, Mapping):
-        return {key: _rounded(of) for key, of in value.items()}
+        return {_name(key): _rounded(of) for key, of in value.items()}
     if isinstance(value, list | tuple) or np.ndim(value):
         return [_rounded(of) for of in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     return float(f"{float(value):.6g}")
+
+
+def _name(key: Any) -> str:
+    """What is measured in the words of a JSON file, such as "QSR, True"."""
+    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _row(cells: Iterable[str]) -> str:
