@@ -17,6 +17,7 @@ import optax
 import report
 from flax import nnx
 from report import Report, ratio, spread
+from training import loss_of
 
 import optx_sync as oxs
 
@@ -36,14 +37,6 @@ PARAMS = [
     for _ in range(LAYERS)
 ]
 BATCH = jnp.ones((WIDTH, WIDTH))
-
-
-def loss_of(params: Any, x: jax.Array) -> jax.Array:
-    """Of a perceptron that is to give back its input."""
-    y = x
-    for layer in params:
-        y = jnp.tanh(y @ layer["w"] + layer["b"])
-    return jnp.mean((y - x) ** 2)
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from by_hand import AXIS, PERIOD, contents
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report import Line, Panel, Report, ratio, spread
+from training import loss_of
 
 import optx_sync as oxs
 from optx_sync.audit import hlo
@@ -48,15 +49,7 @@ if options.quick:
     CASES = {n: CASES[n] for n in ("cross_shard", SUMS, "local_sgd")}
 
 
-def loss(params: Any, inputs: jax.Array) -> jax.Array:
-    """Of a perceptron that is to give back its input."""
-    x = inputs
-    for layer in params:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean((x - inputs) ** 2)
-
-
-GRADIENTS = {"given": lambda params, batch: batch, "perceptron": jax.grad(loss)}
+GRADIENTS = {"given": lambda params, batch: batch, "perceptron": jax.grad(loss_of)}
 params = [
     {"w": WIDTH**-0.5 * jax.random.normal(key, (WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)}
     for key in jax.random.split(jax.random.key(0), LAYERS)

@@ -22,7 +22,7 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import by_hand
@@ -389,23 +389,26 @@ def kernels(program: hlo.Program) -> dict[str, int]:
 def read(compiled: jax.stages.Compiled, near: int) -> dict[str, Any]:
     """What a program sends over which links, and what it holds."""
     rows, memory = oxs.audit.collectives(compiled), by_hand.memory(compiled)
+    sent = sum(row.bytes for row in rows)
     between = sum(row.bytes for row in rows if leaves(row, near))
-    behind = [row.behind for row in rows if row.behind is not None]
+    behind = [str(row.behind) for row in rows if row.behind is not None]
     found = {
         "collectives": kinds(rows),
-        "inside": sum(row.bytes for row in rows) - between,
+        "sent": sent,
+        "inside": sent - between,
         "between": between,
         "conditional": sum(row.bytes for row in rows if row.conditional),
         "hidden": sum(row.bytes for row in rows if row.overlapped),
+        "behind": ", ".join(behind),
+        "arguments": memory.arguments,
+        "temporary": memory.temporary,
         "memory": memory.arguments + memory.temporary,
     }
     if PLATFORM is GPU:
         moves = kernels(hlo.program(compiled)).values()
-        found |= {
-            "behind": ", ".join(map(str, behind)),
-            "moves": " / ".join(map(str, moves)),
-        }
-    return found
+        return found | {"moves": " / ".join(map(str, moves))}
+    cost: Any = compiled.cost_analysis()
+    return found | {"flops": int(cost["flops"])}
 
 
 def kinds(rows: list[oxs.audit.Collective]) -> str:
@@ -416,59 +419,44 @@ def kinds(rows: list[oxs.audit.Collective]) -> str:
 
 def study(page: Any, settings: Any) -> None:
     """A table of each machine and dtype."""
-    programs = list(itertools.product(*settings.values()))
-    for machine, dtype in programs:
-        mesh = PLATFORM.mesh_of(machine)
-        near = PLATFORM.machines[machine].near
+    shown = "collectives inside between conditional hidden memory"
+    for machine, dtype in itertools.product(*settings.values()):
+        make = functools.partial(compile_case, dtype=jnp.dtype(dtype))
+        more = " behind moves" * (PLATFORM is GPU)
+        show(page, "programs", machine, cases(), make, shown + more, dtype=dtype)
+    if page.quick:
+        return
+    # Of pods, whose chips share a worker or an optimizer's work, XLA tells GPUs less.
+    shown = "collectives inside between memory" + " flops" * (PLATFORM is TPU)
+    make = functools.partial(compile_in_pods, dtype=jnp.bfloat16)
+    show(page, "pods", PLATFORM.short, in_pods(), make, shown)
+    study_kinds(page)
+    if PLATFORM is GPU:
+        shown = "collectives sent hidden behind arguments temporary"
+        make = functools.partial(compile_case, dtype=jnp.bfloat16, **LARGE)
+        given = page, "large", "one host of 8", LARGE_CASES, make, shown
+        show(*given, parameters=2 * LARGE["layers"] * LARGE["width"] ** 2)
 
-        def found(case: str, mesh=mesh, dtype=dtype, near=near):
-            return read(compile_case(case, mesh, jnp.dtype(dtype)), near)
 
-        what = f"{machine}, {dtype}"
-        rows = each(what, found, cases())
-        shown = ([case, *of.values()] for case, of in rows.items())
-        page.table("programs", shown, machine=machine, dtype=dtype)
-    if not page.quick:
-        study_pods(page, PLATFORM.short)
-        study_kinds(page)
-    if PLATFORM is GPU and not page.quick:
-        study_large(page, "one host of 8")
-
-
-def study_pods(page: Any, machine: str) -> None:
-    """A table of pods whose chips share a worker, or an optimizer's work."""
+def show(
+    page: Any,
+    table: str,
+    machine: str,
+    cases: Iterable[str],
+    make: Callable,
+    shown: str,
+    dtype: str = "bfloat16",
+    **values: Any,
+) -> None:
+    """A table of what is read of the programs `make(case, mesh)` of a machine."""
     mesh, near = PLATFORM.mesh_of(machine), PLATFORM.machines[machine].near
 
     def found(case: str) -> list[Any]:
-        step = compile_in_pods(case, mesh, jnp.bfloat16)
-        row = read(step, near)
-        shown = [row[key] for key in ("collectives", "inside", "between", "memory")]
-        if PLATFORM is GPU:  # XLA tells no more of these
-            return [case, *shown]
-        cost: Any = step.cost_analysis()
-        return [case, *shown, int(cost["flops"])]
+        row = read(make(case, mesh), near)
+        return [case, *(row[name] for name in shown.split())]
 
-    rows = each(f"{machine}, in pods", found, in_pods())
-    page.table("pods", rows.values(), machine=machine, dtype="bfloat16")
-
-
-def study_large(page: Any, machine: str) -> None:
-    """A table of the programs of real size."""
-    mesh = PLATFORM.mesh_of(machine)
-
-    def found(case: str) -> list[Any]:
-        step = compile_case(case, mesh, jnp.bfloat16, **LARGE)
-        rows, memory = oxs.audit.collectives(step), by_hand.memory(step)
-        behind = [row.behind for row in rows if row.behind is not None]
-        hidden = sum(row.bytes for row in rows if row.overlapped)
-        sent = [kinds(rows), sum(row.bytes for row in rows), hidden]
-        held = [memory.arguments, memory.temporary]
-        return [case, *sent, ", ".join(map(str, behind)), *held]
-
-    rows = each(f"{machine}, real size", found, LARGE_CASES)
-    parameters = 2 * LARGE["layers"] * LARGE["width"] ** 2
-    more = {"machine": machine, "dtype": "bfloat16", "parameters": parameters}
-    page.table("large", rows.values(), **more)
+    rows = each(f"{machine}, {table}, {dtype}", found, cases).values()
+    page.table(table, rows, machine=machine, dtype=dtype, **values)
 
 
 if __name__ == "__main__":
