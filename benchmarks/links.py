@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import namespaces
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from by_hand import AXIS, mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
 from namespaces import missing, shell
 
 import optx_sync as oxs
 
-AXIS = "workers"
 NAMES, ADDRESS, PORT = "oxs-links-{}", "10.99.0.{}", 9911
 COUNTS = 2, 4  # processes
 RATES = 10, 50, 100, 1_000, 10_000  # Mbit/s
@@ -95,7 +95,7 @@ def loss_of(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 # What runs in each namespace.
 def training(name: str, mesh: jax.sharding.Mesh) -> Callable[[], list[float]]:
     """A function that trains through one period: seconds of each of its steps."""
-    from sklearn.datasets import load_digits
+    from digits import IMAGES, LABELS
 
     tx, period = methods()[name]
     workers = oxs.Workers(mesh.size, AXIS, mesh=mesh)
@@ -106,12 +106,11 @@ def training(name: str, mesh: jax.sharding.Mesh) -> Callable[[], list[float]]:
         grads = jax.grad(loss_of)(params, images, labels)
         return oxs.apply_gradients(tx, grads, state, params)
 
-    images, labels = load_digits(return_X_y=True)
-    rows = np.random.default_rng(jax.process_index()).permutation(len(labels))[:BATCH]
+    rows = np.random.default_rng(jax.process_index()).permutation(len(LABELS))[:BATCH]
     place = NamedSharding(mesh, PartitionSpec(AXIS))
     batch = [
         jax.make_array_from_process_local_data(place, part[rows])
-        for part in (np.asarray(images / 16, np.float32), labels)
+        for part in (IMAGES, LABELS)
     ]
 
     def run() -> list[float]:
@@ -173,9 +172,7 @@ def serve(number: int, count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"{ADDRESS.format(1)}:{PORT}", count, number)
-    kinds = (AxisType.Auto,)
-    everyone = jax.make_mesh((count,), (AXIS,), kinds)
-    oneself = jax.make_mesh((1,), (AXIS,), kinds, devices=jax.local_devices())
+    everyone, oneself = mesh_of(count), mesh_of(1, jax.local_devices())
     runs: dict[str, Callable[[], list[float]]] = {}
     run = bare(BARE["4 MB"], everyone)
     for _ in range(20):

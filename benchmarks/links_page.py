@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import AxisType
-from links import ALONE, AXIS, COUNTS, begin, methods
+from by_hand import AXIS, mesh_of
+from links import ALONE, COUNTS, begin, methods
 from report import Line, Panel, Report
 
 import optx_sync as oxs
@@ -60,9 +59,7 @@ def by_link(kept: Sequence[Compared]) -> dict[tuple[int, int], list[Compared]]:
 
 def strategies(count: int) -> dict[str, Strategy]:
     """What each method sends, as `audit` finds it in its compiled program."""
-    devices = jax.devices()[:count]
-    mesh = jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices)
-    workers = oxs.Workers(count, AXIS, mesh=mesh)
+    workers = oxs.Workers(count, AXIS, mesh=mesh_of(count))
     return {  # on CPUs nothing travels while a step computes
         name: oxs.audit.strategy(method.tx, begin, workers)._replace(overlap=0.0)
         for name, method in methods().items()
