@@ -12,23 +12,18 @@ own part of an exchange; and a plain NumPy copy of the bytes that a round moves,
 and back for each worker.
 """
 
-import os
 import statistics
 import time
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Ray's processes would otherwise yield to whatever else the machine does.
-os.environ["RAY_worker_niceness"] = "0"
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_ray
 import optax
 import ray
 import report
 from report import Line, Panel
-from rich.progress import track
 
 import optx_sync as oxs
 from optx_sync import runtime
@@ -186,18 +181,18 @@ def study(page, settings):
     """Measure all sizes and write the page."""
     sizes, rules, servers, counts, *plan = settings
     memory = 6 * 1024**3 if len(sizes) > 1 else 10**8
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=memory,
-    )
-    medians = {}
     cases = [(size, count) for size in sizes for count in counts]
-    for size, count in track(cases, description="measuring"):
+
+    def measured(case):
         # A worker of each rule at once: for eight of them 24 GiB are too few.
+        size, count = case
         some = rules[:1] if size * count > 2e7 else rules
-        times = bench(size, count, some, servers, *plan)
+        return bench(size, count, some, servers, *plan)
+
+    with on_ray.cluster(4, object_store_memory=memory):
+        found = report.each("measuring", measured, cases)
+    medians = {}
+    for (size, count), times in found.items():
         middle = {n: statistics.median(t) for n, t in times.items()}
         medians[size, count], rows = middle, []
         for name, of_name in times.items():
@@ -208,7 +203,6 @@ def study(page, settings):
             known = str(TENSORFLOW[size])
             rows.append(["TensorFlow 1.15, a round", known, "", "", "", ""])
         page.table("exchanges", rows, size=size, workers=count)
-    ray.shutdown()
     names = [NUMPY, STEPPING, *rules, SEND, RAY_ALONE, "copy"]
     panels = []
     for count in counts:

@@ -7,22 +7,18 @@ One worker's contribution as a message, and back: what a link must save to be wo
 What the compiled programs write is counted too, in loops over all of the numbers.
 """
 
-import os
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
-from report import Line, Panel, in_turns, reproduce
+from report import Line, Panel, in_turns, on_cpu, reproduce
 
 import optx_sync as oxs
 from optx_sync.audit import hlo
 
-jax.config.update("jax_platforms", "cpu")
+on_cpu()
 
 FULL = {"sizes": (1 << 20, 1 << 22, 1 << 24), "turns": 30}
 SHORT = {"sizes": (1 << 14, 1 << 16), "turns": 3}

@@ -10,14 +10,10 @@ each number. Simulated workers, `jax.vmap` on one device, are run.
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import by_hand
 import jax
@@ -31,8 +27,6 @@ from report import STAGES, Line, Panel, Report, build, each
 from training import workers_step
 
 import optx_sync as oxs
-
-jax.config.update("jax_platforms", "cpu")
 
 FLOATS, LEAVES = 1_000_000, 8
 HAND, AGAIN, LIBRARY, OPTAX = "by hand", "by hand again", "library", "Optax alone"
@@ -222,5 +216,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", options.devices or 8)
+    report.on_cpu(options.devices or 8)
     (of_devices if options.devices else main)()

@@ -7,13 +7,8 @@ Layers so small that a device has nothing to do: what is left is what Python and
 make of hundreds of arrays between one step and the next.
 """
 
-import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +17,13 @@ import optax
 import report
 from flax import nnx
 from report import Report, ratio, spread
+from training import loss_of
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
+report.on_cpu(4)
 
 AXIS, WIDTH = "workers", 8
-Times = Mapping[str, list[tuple[float, float]]]
 options = report.arguments(__doc__).parse_args()
 LAYERS, REPEATS = (4, 5) if options.quick else (60, 60)
 ADAM = optax.adam(1e-3)
@@ -43,14 +37,6 @@ PARAMS = [
     for _ in range(LAYERS)
 ]
 BATCH = jnp.ones((WIDTH, WIDTH))
-
-
-def loss_of(params: Any, x: jax.Array) -> jax.Array:
-    """Of a perceptron that is to give back its input."""
-    y = x
-    for layer in params:
-        y = jnp.tanh(y @ layer["w"] + layer["b"])
-    return jnp.mean((y - x) ** 2)
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
@@ -168,31 +154,12 @@ for n, how in ((1, "vmap"), (4, "shard_map")):
         }
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int) -> Times:
-    """Of each call milliseconds until all is ready, and those of the host's thread.
-
-    The second are the processor's, until the call returns: others that want it, and
-    what devices do meanwhile, do not count.
-    """
-    times = {name: [] for name in calls}
-    for turn in range(5 + repeats):
-        for name in list(calls)[:: 1 if turn % 2 else -1]:
-            start, host = time.perf_counter(), time.thread_time()
-            found = calls[name]()
-            host = time.thread_time() - host
-            jax.block_until_ready(found)
-            if turn >= 5:
-                taken = time.perf_counter() - start
-                times[name].append((1e3 * taken, 1e3 * host))
-    return times
-
-
 def main() -> None:
     """Measure everything and write it down."""
     page = Report("bench_workers", options, layers=LAYERS, width=WIDTH, turns=REPEATS)
     with jax.numpy_dtype_promotion("standard"):
         calls = report.each("compiled", lambda name: CASES[name][0](), CASES)
-        times = in_turns(calls, REPEATS)
+        times = report.in_turns(calls, REPEATS, warm_up=5, host=True)
     rows = []
     for name, (_, beside) in CASES.items():
         both = list(zip(*times[name], strict=True))

@@ -13,11 +13,7 @@ jitter much, what the compiled programs contain is counted too.
 import importlib.util
 import itertools
 import math
-import os
 from typing import Any
-
-# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
-os.environ.setdefault("NPROC", "16")
 
 import by_hand
 import by_peers
@@ -29,12 +25,12 @@ from by_hand import AXIS, PERIOD, contents
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report import Line, Panel, Report, ratio, spread
+from training import loss_of
 
 import optx_sync as oxs
 from optx_sync.audit import hlo
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+report.on_cpu(8)
 
 BATCH = 32
 MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")
@@ -53,15 +49,7 @@ if options.quick:
     CASES = {n: CASES[n] for n in ("cross_shard", SUMS, "local_sgd")}
 
 
-def loss(params: Any, inputs: jax.Array) -> jax.Array:
-    """Of a perceptron that is to give back its input."""
-    x = inputs
-    for layer in params:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean((x - inputs) ** 2)
-
-
-GRADIENTS = {"given": lambda params, batch: batch, "perceptron": jax.grad(loss)}
+GRADIENTS = {"given": lambda params, batch: batch, "perceptron": jax.grad(loss_of)}
 params = [
     {"w": WIDTH**-0.5 * jax.random.normal(key, (WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)}
     for key in jax.random.split(jax.random.key(0), LAYERS)

@@ -273,9 +273,9 @@ def contents(compiled: jax.stages.Compiled) -> dict[str, int]:
     return sent | memory(compiled)._asdict()
 
 
-def mesh_of(workers: int) -> jax.sharding.Mesh:
-    """The first devices, along the axis of the workers."""
-    types, devices = (AxisType.Auto,), jax.devices()[:workers]
+def mesh_of(workers: int, devices: Any = None) -> jax.sharding.Mesh:
+    """The first devices, of these or of all, along the axis of the workers."""
+    types, devices = (AxisType.Auto,), (devices or jax.devices())[:workers]
     return jax.make_mesh((workers,), (AXIS,), axis_types=types, devices=devices)
 
 

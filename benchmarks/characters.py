@@ -6,14 +6,9 @@ comes with Python: the help on its topics.
 
 import functools
 import hashlib
-import os
 import pydoc_data.topics
 from collections.abc import Callable
-from typing import NamedTuple
-
-# A program takes one core, and as many run at a time as there are cores: faster than
-# threads inside of small matrix products. XLA reads the size of its pool from NPROC.
-os.environ["NPROC"] = "1"
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +21,7 @@ from training import collectives_of, workers_step
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
+report.on_cpu(threads=1)
 
 CONTEXT, EMBEDDING, HIDDEN = 12, 16, 272  # characters seen, and the layers' widths
 WORKERS, BATCH = 4, 32  # windows of text per worker and step
@@ -47,21 +42,44 @@ def meeting(period, wrap=oxs.diloco, **more):
     return Method(functools.partial(wrap, **given), period)
 
 
+class Text(NamedTuple):
+    """The help texts: a tenth of their blocks is held out, for two purposes in turn."""
+
+    whole: str
+    kept: str  # without paragraphs that come again
+    alphabet: Any
+    train: Any  # characters as numbers, in one array
+    validation: Any  # the same in blocks
+    test: Any
+
+
+@functools.cache
+def help_texts() -> Text:
+    """What comes with Python."""
+    whole = "\n".join(pydoc_data.topics.topics.values())
+    kept = "\n\n".join(dict.fromkeys(whole.split("\n\n")))
+    alphabet, codes = np.unique(list(kept), return_inverse=True)
+    blocks = np.array_split(codes.astype(np.int32), 100)
+    train = [block for number, block in enumerate(blocks) if number % 10 != 9]
+    held_out = blocks[9::20], blocks[19::20]
+    return Text(whole, kept, alphabet, np.concatenate(train), *held_out)
+
+
+def digest(text: str) -> str:
+    """What tells one text from another."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @functools.cache
 def read_text():
     """(facts, training characters, validation windows, test windows), as numbers."""
-    whole = "\n".join(pydoc_data.topics.topics.values())
-    text = "\n\n".join(dict.fromkeys(whole.split("\n\n")))
-    alphabet, codes = np.unique(list(text), return_inverse=True)
-    blocks = np.array_split(codes.astype(np.int32), 100)
+    whole, kept, alphabet, train, *held_out = help_texts()
     views = functools.partial(
         np.lib.stride_tricks.sliding_window_view, window_shape=CONTEXT + 1
     )
-    held_out = [np.concatenate(list(map(views, blocks[n::20]))) for n in (9, 19)]
-    train = [block for number, block in enumerate(blocks) if number % 10 != 9]
-    sha256 = hashlib.sha256(whole.encode()).hexdigest()
-    facts = {"length": len(whole), "sha256": sha256, "kept": len(text)}
-    return facts | {"alphabet": len(alphabet)}, np.concatenate(train), *held_out
+    windows = [np.concatenate(list(map(views, blocks))) for blocks in held_out]
+    facts = {"length": len(whole), "sha256": digest(whole), "kept": len(kept)}
+    return facts | {"alphabet": len(alphabet)}, train, *windows
 
 
 def initial(seed):

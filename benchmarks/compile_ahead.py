@@ -22,7 +22,7 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import by_hand
@@ -230,33 +230,46 @@ def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
     tx, replicas, told = in_pods()[case]
     devices = mesh.devices.reshape(2, -1)
     mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
-    layer = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
-    params = {f"layer {i}": layer for i in range(2 * LAYERS)}
     if replicas:
         workers = oxs.Workers(devices.shape, (AXIS, POD_AXIS), mesh=mesh)
     else:
-        specs = dict.fromkeys(params, P(POD_AXIS))
+        specs = dict.fromkeys(params_of(2 * LAYERS, WIDTH, dtype), P(POD_AXIS))
         workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+    with jax.numpy_dtype_promotion("standard"):
+        step, given = step_of(tx, workers, dtype, layers=2 * LAYERS, **told)
+        return step.lower(*given).compile()
+
+
+def params_of(layers: int, width: int, dtype: Any) -> dict[str, Any]:
+    """The shapes of a chain of matrices."""
+    layer = jax.ShapeDtypeStruct((width, width), dtype)
+    return {f"layer {i}": layer for i in range(layers)}
+
+
+def step_of(
+    tx: Any,
+    workers: oxs.Workers,
+    dtype: Any,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    examples: int = EXAMPLES,
+    **told: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    """A `Workers.step`, and the shapes and places of all that it is called with."""
 
     @functools.partial(workers.step, state=2)
     def step(params, state, batch):
         grads = jax.grad(loss)(params, batch)
         return oxs.apply_gradients(tx, grads, state, params, **told)
 
-    batch = jax.ShapeDtypeStruct(
-        (mesh.size * EXAMPLES, WIDTH),
-        dtype,
-        sharding=NamedSharding(mesh, P(mesh.axis_names)),
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
-        return step.lower(*state, batch).compile()
-
-
-def shapes_of(workers: oxs.Workers, state: Any) -> Any:
-    """What `workers.start` makes of a state of shapes, by shapes and places."""
-    form, arrays = forms.split(state)
-    return form.merge(workers._layout.shapes(form, arrays))
+    mesh: Any = workers.mesh
+    split = NamedSharding(mesh, P(mesh.axis_names))
+    batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
+    params = params_of(layers, width, dtype)
+    # What `workers.start` makes of shapes.
+    form, arrays = forms.split((params, jax.eval_shape(tx.init, params)))
+    state = form.merge(workers._layout.shapes(form, arrays))
+    return step, (*state, batch)
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -282,35 +295,20 @@ def compile_landing(tx: Any, mesh: Mesh, dtype: Any, **size: int) -> Any:
 
 
 def lower_kinds(
-    tx: Any,
-    workers: oxs.Workers,
-    dtype: Any,
-    layers: int = LAYERS,
-    width: int = WIDTH,
-    examples: int = EXAMPLES,
+    tx: Any, workers: oxs.Workers, dtype: Any, **size: int
 ) -> dict[Any, jax.stages.Lowered]:
     """The programs of `Workers.step` by the part that lands, and as one, `"one"`."""
-    mesh: Any = workers.mesh
-    layer = jax.ShapeDtypeStruct((width, width), dtype)
-    params = {f"layer {i}": layer for i in range(layers)}
-
-    @functools.partial(workers.step, state=2)
-    def step(params, state, batch):
-        grads = jax.grad(loss)(params, batch)
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    split = NamedSharding(mesh, P(mesh.axis_names))
-    batch = jax.ShapeDtypeStruct((mesh.size * examples, width), dtype, sharding=split)
     with jax.numpy_dtype_promotion("standard"):
-        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
-        return {**step.lower_kinds(*state, batch), "one": step.lower(*state, batch)}
+        step, given = step_of(tx, workers, dtype, **size)
+        return {**step.lower_kinds(*given), "one": step.lower(*given)}
 
 
 def kinds_in_pods(case: str, parts: int) -> dict[Any, jax.stages.Lowered]:
     """The programs of two pods of four, whose devices share a worker's batch."""
     devices = PLATFORM.mesh_of(PLATFORM.pods).devices.reshape(2, -1)
     mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
-    specs = {f"layer {i}": P() for i in range(KINDS_SIZE["layers"])}
+    layers, width = KINDS_SIZE["layers"], KINDS_SIZE["width"]
+    specs = dict.fromkeys(params_of(layers, width, jnp.bfloat16), P())
     workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
     more = {"fragments": parts, "overlap": True, "exchange": KINDS[case]}
     tx = oxs.diloco(optax.adamw(1e-3), AXIS, communication_period=KINDS_PERIOD, **more)
@@ -356,8 +354,7 @@ def compile_step(
     examples: int = EXAMPLES,
 ) -> jax.stages.Compiled:
     """One training step of every worker, gradient included, for the mesh's devices."""
-    layer = jax.ShapeDtypeStruct((width, width), dtype)
-    params = {f"layer {i}": layer for i in range(layers)}
+    params = params_of(layers, width, dtype)
     batch = jax.ShapeDtypeStruct((mesh.size, examples, width), dtype)
     # Optax adds wide updates to half precision by promotion.
     with jax.numpy_dtype_promotion("standard"):
@@ -392,23 +389,26 @@ def kernels(program: hlo.Program) -> dict[str, int]:
 def read(compiled: jax.stages.Compiled, near: int) -> dict[str, Any]:
     """What a program sends over which links, and what it holds."""
     rows, memory = oxs.audit.collectives(compiled), by_hand.memory(compiled)
+    sent = sum(row.bytes for row in rows)
     between = sum(row.bytes for row in rows if leaves(row, near))
-    behind = [row.behind for row in rows if row.behind is not None]
+    behind = [str(row.behind) for row in rows if row.behind is not None]
     found = {
         "collectives": kinds(rows),
-        "inside": sum(row.bytes for row in rows) - between,
+        "sent": sent,
+        "inside": sent - between,
         "between": between,
         "conditional": sum(row.bytes for row in rows if row.conditional),
         "hidden": sum(row.bytes for row in rows if row.overlapped),
+        "behind": ", ".join(behind),
+        "arguments": memory.arguments,
+        "temporary": memory.temporary,
         "memory": memory.arguments + memory.temporary,
     }
     if PLATFORM is GPU:
         moves = kernels(hlo.program(compiled)).values()
-        found |= {
-            "behind": ", ".join(map(str, behind)),
-            "moves": " / ".join(map(str, moves)),
-        }
-    return found
+        return found | {"moves": " / ".join(map(str, moves))}
+    cost: Any = compiled.cost_analysis()
+    return found | {"flops": int(cost["flops"])}
 
 
 def kinds(rows: list[oxs.audit.Collective]) -> str:
@@ -419,59 +419,44 @@ def kinds(rows: list[oxs.audit.Collective]) -> str:
 
 def study(page: Any, settings: Any) -> None:
     """A table of each machine and dtype."""
-    programs = list(itertools.product(*settings.values()))
-    for machine, dtype in programs:
-        mesh = PLATFORM.mesh_of(machine)
-        near = PLATFORM.machines[machine].near
+    shown = "collectives inside between conditional hidden memory"
+    for machine, dtype in itertools.product(*settings.values()):
+        make = functools.partial(compile_case, dtype=jnp.dtype(dtype))
+        more = " behind moves" * (PLATFORM is GPU)
+        show(page, "programs", machine, cases(), make, shown + more, dtype=dtype)
+    if page.quick:
+        return
+    # Of pods, whose chips share a worker or an optimizer's work, XLA tells GPUs less.
+    shown = "collectives inside between memory" + " flops" * (PLATFORM is TPU)
+    make = functools.partial(compile_in_pods, dtype=jnp.bfloat16)
+    show(page, "pods", PLATFORM.short, in_pods(), make, shown)
+    study_kinds(page)
+    if PLATFORM is GPU:
+        shown = "collectives sent hidden behind arguments temporary"
+        make = functools.partial(compile_case, dtype=jnp.bfloat16, **LARGE)
+        given = page, "large", "one host of 8", LARGE_CASES, make, shown
+        show(*given, parameters=2 * LARGE["layers"] * LARGE["width"] ** 2)
 
-        def found(case: str, mesh=mesh, dtype=dtype, near=near):
-            return read(compile_case(case, mesh, jnp.dtype(dtype)), near)
 
-        what = f"{machine}, {dtype}"
-        rows = each(what, found, cases())
-        shown = ([case, *of.values()] for case, of in rows.items())
-        page.table("programs", shown, machine=machine, dtype=dtype)
-    if not page.quick:
-        study_pods(page, PLATFORM.short)
-        study_kinds(page)
-    if PLATFORM is GPU and not page.quick:
-        study_large(page, "one host of 8")
-
-
-def study_pods(page: Any, machine: str) -> None:
-    """A table of pods whose chips share a worker, or an optimizer's work."""
+def show(
+    page: Any,
+    table: str,
+    machine: str,
+    cases: Iterable[str],
+    make: Callable,
+    shown: str,
+    dtype: str = "bfloat16",
+    **values: Any,
+) -> None:
+    """A table of what is read of the programs `make(case, mesh)` of a machine."""
     mesh, near = PLATFORM.mesh_of(machine), PLATFORM.machines[machine].near
 
     def found(case: str) -> list[Any]:
-        step = compile_in_pods(case, mesh, jnp.bfloat16)
-        row = read(step, near)
-        shown = [row[key] for key in ("collectives", "inside", "between", "memory")]
-        if PLATFORM is GPU:  # XLA tells no more of these
-            return [case, *shown]
-        cost: Any = step.cost_analysis()
-        return [case, *shown, int(cost["flops"])]
+        row = read(make(case, mesh), near)
+        return [case, *(row[name] for name in shown.split())]
 
-    rows = each(f"{machine}, in pods", found, in_pods())
-    page.table("pods", rows.values(), machine=machine, dtype="bfloat16")
-
-
-def study_large(page: Any, machine: str) -> None:
-    """A table of the programs of real size."""
-    mesh = PLATFORM.mesh_of(machine)
-
-    def found(case: str) -> list[Any]:
-        step = compile_case(case, mesh, jnp.bfloat16, **LARGE)
-        rows, memory = oxs.audit.collectives(step), by_hand.memory(step)
-        behind = [row.behind for row in rows if row.behind is not None]
-        hidden = sum(row.bytes for row in rows if row.overlapped)
-        sent = [kinds(rows), sum(row.bytes for row in rows), hidden]
-        held = [memory.arguments, memory.temporary]
-        return [case, *sent, ", ".join(map(str, behind)), *held]
-
-    rows = each(f"{machine}, real size", found, LARGE_CASES)
-    parameters = 2 * LARGE["layers"] * LARGE["width"] ** 2
-    more = {"machine": machine, "dtype": "bfloat16", "parameters": parameters}
-    page.table("large", rows.values(), **more)
+    rows = each(f"{machine}, {table}, {dtype}", found, cases).values()
+    page.table(table, rows, machine=machine, dtype=dtype, **values)
 
 
 if __name__ == "__main__":

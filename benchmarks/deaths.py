@@ -105,9 +105,9 @@ def loop(config):
 def trainer(folder, examples, processes, quiet_end):
     """A `JaxTrainer` of that loop; `quiet_end` leaves out JAX's own end of a group."""
     import numpy as np
+    from digits import IMAGES, LABELS
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
-    from sklearn.datasets import load_digits
 
     config = JaxConfig(use_gpu=True)
     if quiet_end:
@@ -131,8 +131,7 @@ def trainer(folder, examples, processes, quiet_end):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     where = {name: str(folder / name) for name in ("run", "log", "digits.npz")}
-    images, labels = load_digits(return_X_y=True)
-    np.savez(where["digits.npz"], images=np.float32(images / 16), labels=labels)
+    np.savez(where["digits.npz"], images=IMAGES, labels=LABELS)
     return JaxTrainer(
         loop,
         train_loop_config={**where, "examples": examples},

@@ -54,6 +54,22 @@ def accuracy_of(params: Any, rows: jax.Array) -> jax.Array:
     return (NETWORK.apply(params, images).argmax(-1) == labels).mean()
 
 
+def split(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images to test, and to train on."""
+    rows = np.random.default_rng(seed).permutation(len(LABELS)).astype(np.int32)
+    return rows[:TEST], rows[TEST:]
+
+
+def drawing(seed: int, rows: Any, batch: int) -> Callable:
+    """For a simulator: the gradient of images that are drawn anew in every step."""
+
+    def grad_fn(worker, params, step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.grad(loss_of)(params, jax.random.choice(key, rows, (batch,)))
+
+    return grad_fn
+
+
 def draw(seed: int, by_label: bool, steps: int) -> tuple[Any, Any, Any]:
     """Images to test, those of steps and workers [steps, workers, batch], a start."""
     rng = np.random.default_rng(seed)

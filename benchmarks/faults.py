@@ -17,39 +17,32 @@ runs without faults for their memory, and every order of the protocol's events.
 
 import bisect
 import collections
+import functools
 import itertools
 import os
 import pathlib
 import random
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-)
-os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# Ray's processes would otherwise yield to whatever else the machine does.
-os.environ["RAY_worker_niceness"] = "0"
-
 import jax
 import numpy as np
+import on_ray
 import optax
 import ray
 import report
 from digits import IMAGES, LABELS, TEST
 from explorer import Explorer
+from on_ray import PATIENCE_SECONDS
 
 import optx_sync as oxs
 from optx_sync import runtime
 
+on_ray.take_one_thread()
 WORKERS, CPUS = 4, 2
 EVERY = 20  # pushes between checkpoints
 # A place is a digit to the base 4 of a number, so many digits in each: exact in float32
@@ -73,8 +66,6 @@ MEETS = {"quorum 3 of 4": runtime.quorum(3, grace=1.0)}
 # A push has a number alone where the center's share of it is not known beforehand: the
 # pull of elastic averaging is not linear, a meeting divides by those that have come.
 ALONE = ("elastic", "quorum 3 of 4")
-# What a run may take to end after the last fault.
-PATIENCE_SECONDS = 180
 
 
 class Cell(NamedTuple):
@@ -211,23 +202,6 @@ def program(folder: pathlib.Path, seconds: float, cell: Cell):
     return train
 
 
-def processes(kind: str) -> list[int]:
-    """This run's workers or servers, and nobody else's."""
-    table = subprocess.run(
-        ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
-    )
-    children, names = collections.defaultdict(list), {}
-    for line in table.stdout.splitlines():
-        pid, parent, *words = line.split()
-        children[int(parent)].append(int(pid))
-        names[int(pid)] = words[0] if words else ""
-    ours = [os.getpid()]
-    for pid in ours:
-        ours += children[pid]
-    actor = {"workers": "ray::WorkerActor", "servers": "ray::ServerActor"}[kind]
-    return [pid for pid in ours if names.get(pid, "").startswith(actor)]
-
-
 def shoot(
     folder: pathlib.Path, faults: str, seconds: float, stop: threading.Event
 ) -> dict[str, int]:
@@ -243,12 +217,8 @@ def shoot(
             if not every or time.time() - begin < next_[kind]:
                 continue
             next_[kind] += every
-            if pids := processes(kind):
-                try:
-                    os.kill(rng.choice(pids), signal.SIGKILL)
-                    shots[kind] += 1
-                except ProcessLookupError:
-                    pass
+            if pids := on_ray.processes(kind):
+                shots[kind] += on_ray.tell(rng.choice(pids))
     return shots
 
 
@@ -336,9 +306,16 @@ class Outcome(NamedTuple):
 
 
 def under(
-    faults: str, seconds: float, folder: pathlib.Path, run: Callable[[], Any]
+    faults: str,
+    seconds: float,
+    folder: pathlib.Path,
+    train: Callable[[Any], None],
+    params: Any,
+    rate: float,
+    rule: str,
+    **more: Any,
 ) -> Outcome:
-    """Run it, and kill what belongs to it until the seconds are over."""
+    """Train it, and kill what belongs to it until the seconds are over."""
     stop, shots, late = threading.Event(), {}, threading.Event()
     killer = threading.Thread(
         target=lambda: shots.update(shoot(folder, faults, seconds, stop)), daemon=True
@@ -356,7 +333,11 @@ def under(
     signal.setitimer(signal.ITIMER_REAL, 10, 10)
     killer.start()
     try:
-        center, history = run()
+        center, history = runtime.run(
+            train, params, optax.sgd(rate), RULES[rule], num_workers=WORKERS,
+            meet=MEETS.get(rule), checkpoint_dir=folder / "saved",
+            checkpoint_every=EVERY, **more,
+        )  # fmt: skip
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"[:60]
         if late.is_set():
@@ -370,38 +351,30 @@ def under(
     return Outcome(center, history, ended, shots)
 
 
-def run_cell(cell: Cell, seconds: float) -> list[Any]:
+def run_cell(cell: Cell, seconds: float) -> list[list[Any]]:
     """A row of the table."""
-    folder, begin = pathlib.Path(tempfile.mkdtemp(prefix="faults")), time.time()
-    params = start_of(cell)
-    outcome = under(
-        cell.faults, seconds, folder,
-        lambda: runtime.run(
-            program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
-            num_workers=WORKERS, num_servers=cell.servers, meet=MEETS.get(cell.rule),
-            communication_period=cell.fragments or 1,
-            checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
-            fragments=(lambda path, leaf: int(str(path[0].key)[2:]))
-            if cell.fragments
-            else None,
-        ),
-    )  # fmt: skip
-    found: list[Any] = [""] * 6
-    if outcome.center is not None:
-        found = judge(cell, folder, outcome.center, outcome.history)
-    shutil.rmtree(folder, ignore_errors=True)
-    return [
-        cell.rule, cell.faults, cell.size, cell.servers, cell.fragments or "",
-        *outcome.shots.values(), *found, outcome.ended, round(time.time() - begin),
-    ]  # fmt: skip
+    begin, params, found = time.time(), start_of(cell), [""] * 6
+    with on_ray.folder_for("faults") as folder:
+        train = program(folder, seconds, cell)
+        more: Any = {"num_servers": cell.servers}
+        more |= {"communication_period": cell.fragments or 1}
+        if cell.fragments:
+            more["fragments"] = lambda path, leaf: int(str(path[0].key)[2:])
+        outcome = under(
+            cell.faults, seconds, folder, train, params, 1.0, cell.rule, **more
+        )
+        if outcome.center is not None:
+            found = judge(cell, folder, outcome.center, outcome.history)
+    said = cell.rule, cell.faults, cell.size, cell.servers, cell.fragments or ""
+    ended = outcome.ended, round(time.time() - begin)
+    return [[*said, *outcome.shots.values(), *found, *ended]]
 
 
 def learned(rule: str, faults: str, steps: int) -> list[Any]:
-    """What workers learn of the digits meanwhile: a row of the table."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="learn"))
+    """What workers learn of the digits meanwhile, who was killed, how it ended."""
     images, labels, test = IMAGES, LABELS, slice(0, TEST)
 
-    def train(worker):
+    def train(folder, worker):
         rng = np.random.default_rng([worker.index, worker.restarts])
         (folder / "begin").touch()
 
@@ -419,20 +392,22 @@ def learned(rule: str, faults: str, steps: int) -> list[Any]:
             time.sleep(0.02)
 
     params = {"w": np.zeros((64, 10), np.float32), "b": np.zeros(10, np.float32)}
-    outcome = under(
-        faults, 0.02 * steps, folder,
-        lambda: runtime.run(
-            train, params, optax.sgd(0.2), RULES[rule], num_workers=WORKERS,
-            meet=MEETS.get(rule), communication_period=1 if required(rule) > 1 else 5,
-            checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
-        ),
-    )  # fmt: skip
-    shutil.rmtree(folder, ignore_errors=True)
+    period = 1 if required(rule) > 1 else 5
+    with on_ray.folder_for("learn") as folder:
+        given = functools.partial(train, folder), params, 0.2, rule
+        seconds = 0.02 * steps
+        outcome = under(faults, seconds, folder, *given, communication_period=period)
     percent: Any = ""
     if outcome.center is not None:
         logits = images[test] @ outcome.center["w"] + outcome.center["b"]
         percent = round(100 * float(np.mean(logits.argmax(1) == labels[test])), 1)
     return [percent, *outcome.shots.values(), outcome.ended]
+
+
+def learned_by(rule: str, steps: int) -> list[list[Any]]:
+    """A row of the table: without faults, and with workers and servers killed."""
+    quiet, *_ = learned(rule, "none", steps)
+    return [[rule, quiet, *learned(rule, "workers and servers", steps)]]
 
 
 BAD = ("beyond", "untold", "twice", "torn")  # columns that say what went wrong
@@ -442,18 +417,9 @@ def under_fire(
     page: Any, known: report.Known, cells: list[Cell], seconds: float
 ) -> None:
     """Run the cells."""
-    rows, begin = [], time.time()
-    titles = page.words["tables"]["faults"][1].split(" | ")
-    for number, cell in enumerate(cells, 1):
-        rows += known.get(
-            ["faults", *cell, seconds], lambda cell=cell: [run_cell(cell, seconds)]
-        )
-        line = ", ".join(
-            f"{title} {what}" for title, what in zip(titles, rows[-1], strict=True)
-        )
-        minutes = (time.time() - begin) / 60
-        print(f"{number} of {len(cells)}, {minutes:.1f} minutes: {line}", flush=True)
+    rows = known.all("faults", cells, run_cell, seconds)
     page.table("faults", rows)
+    titles = page.words["tables"]["faults"][1].split(" | ")
     found = [dict(zip(titles, row, strict=True)) for row in rows]
     bad = [
         *(sum(one[key] != 0 for one in found) for key in BAD),
@@ -467,19 +433,7 @@ def under_fire(
 
 def learning(page: Any, known: report.Known, rules: list[str], steps: int) -> None:
     """How well workers learn without faults, and with workers and servers killed."""
-    rows = []
-    for rule in rules:
-        rows += known.get(
-            ["learning", rule, steps],
-            lambda rule=rule: [
-                [
-                    rule,
-                    learned(rule, "none", steps)[0],
-                    *learned(rule, "workers and servers", steps),
-                ]
-            ],
-        )
-        print(f"{rows[-1][0]} learned: {rows[-1][1:]}", flush=True)
+    rows = known.all("learning", rules, learned_by, steps)
     page.table("learning", rows, steps=steps)
 
 
@@ -491,6 +445,7 @@ class Quiet(NamedTuple):
     saves: bool  # checkpoints
 
 
+SEEN = 10, 2, 1  # after a tenth of the pushes, after half of them, at the end
 QUIET = [Quiet("local_sgd", 1, False), Quiet("diloco", 2, True)]
 QUIET += [Quiet("3 of 4", 1, True)]
 
@@ -503,12 +458,12 @@ def resident(pid: int) -> float:
     return int(found.stdout) / 1024
 
 
-def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
-    """What servers and a worker hold at these numbers of pushes."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="pushes"))
+def residents(quiet: Quiet, pushes: int) -> list[list[Any]]:
+    """What servers and a worker hold after a part of so many pushes, and all."""
+    marks = [pushes // part for part in SEEN]
     params = {f"part_{k}": np.zeros(250, np.float32) for k in range(quiet.servers)}
 
-    def train(worker):
+    def train(folder, worker):
         grads = {name: np.full(250, 1e-3, np.float32) for name in params}
         servers = [s.pid.remote() for s in worker.connection.servers]
         pids = [*ray.get(servers), os.getpid()]
@@ -519,15 +474,14 @@ def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
                 with (folder / "resident").open("a") as out:
                     out.write(f"{line}\n")
 
-    saves: Any = {}
-    if quiet.saves:
-        saves = {"checkpoint_dir": folder / "saved"}
-    _, history = runtime.run(
-        train, params, optax.sgd(1.0), RULES[quiet.rule], num_workers=WORKERS,
-        num_servers=quiet.servers, communication_period=1, **saves,
-    )  # fmt: skip
-    lines = (folder / "resident").read_text().splitlines()
-    shutil.rmtree(folder, ignore_errors=True)
+    with on_ray.folder_for("pushes") as folder:
+        saves: Any = {"checkpoint_dir": folder / "saved"} if quiet.saves else {}
+        _, history = runtime.run(
+            functools.partial(train, folder), params, optax.sgd(1.0),
+            RULES[quiet.rule], num_workers=WORKERS, num_servers=quiet.servers,
+            communication_period=1, **saves,
+        )  # fmt: skip
+        lines = (folder / "resident").read_text().splitlines()
     name = f"{quiet.rule}, {quiet.servers} server{'s' * (quiet.servers > 1)}"
     name += ", checkpoints" * quiet.saves
     print(f"{name}: {history.count('push'):,} pushes", flush=True)
@@ -538,12 +492,8 @@ def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
 
 def many_pushes(page: Any, known: report.Known, pushes: int) -> None:
     """How much memory servers and a worker have after so many pushes."""
-    marks, rows = [pushes // 10, pushes // 2, pushes], []
-    for quiet in QUIET:
-        rows += known.get(
-            ["pushes", *quiet, pushes],
-            lambda quiet=quiet: residents(quiet, pushes, marks),
-        )
+    marks = [pushes // part for part in SEEN]
+    rows = known.all("pushes", QUIET, residents, pushes)
     page.table("pushes", rows, first=marks[0], second=marks[1], third=marks[2])
 
 
@@ -553,16 +503,13 @@ def explored(order: tuple[Any, ...]) -> list[list[Any]]:
     begin = time.time()
     worlds, ends = Explorer(*order).explore()
     seconds = round(time.time() - begin, 1)
-    print(f"{worlds:,} worlds in {seconds:.0f} s", flush=True)
     sides = [workers, len(owners), max(owners) + 1, rounds, deaths, losses]
     return [[*sides, worlds, ends, seconds]]
 
 
 def every_order(page: Any, known: report.Known, quick: bool) -> None:
     """How many worlds the protocol can come to: it raises at a bad one."""
-    rows = []
-    for order in ORDERS[: 2 if quick else None]:
-        rows += known.get(["orders", *order], lambda order=order: explored(order))
+    rows = known.all("orders", ORDERS[: 2 if quick else None], explored)
     page.table("orders", rows)
 
 
@@ -591,23 +538,15 @@ def main():
     page = report.Report("faults", options, **values)
     some = {"some": len(cells), "all": len(CELLS)}
     page.text("chosen" if len(cells) >= len(CELLS) else "some", **some)
-    ray.init(
-        "local",  # Never another cluster that happens to run here.
-        num_cpus=WORKERS,  # A place for each.
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=4 * 1024**3,
-    )
     known = report.Known(page.folder / "faults.rows", options.resume)
-    under_fire(page, known, cells, seconds)
-    learning(page, known, list(RULES)[: 1 if options.quick else None], steps)
-    many_pushes(page, known, pushes)
-    ray.shutdown()
+    with on_ray.cluster(WORKERS, object_store_memory=4 * 1024**3):
+        under_fire(page, known, cells, seconds)
+        learning(page, known, list(RULES)[: 1 if options.quick else None], steps)
+        many_pushes(page, known, pushes)
     every_order(page, known, options.quick)
     page.save()
     known.path.unlink()
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
     main()

@@ -10,7 +10,6 @@ limits what leaves it. Needs root and iproute2; without them it says so, and end
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import namespaces
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from by_hand import AXIS, mesh_of
+from jax.sharding import NamedSharding, PartitionSpec
+from namespaces import missing, shell
 
 import optx_sync as oxs
 
-AXIS = "workers"
 NAMES, ADDRESS, PORT = "oxs-links-{}", "10.99.0.{}", 9911
 COUNTS = 2, 4  # processes
 RATES = 10, 50, 100, 1_000, 10_000  # Mbit/s
@@ -94,7 +95,7 @@ def loss_of(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 # What runs in each namespace.
 def training(name: str, mesh: jax.sharding.Mesh) -> Callable[[], list[float]]:
     """A function that trains through one period: seconds of each of its steps."""
-    from sklearn.datasets import load_digits
+    from digits import IMAGES, LABELS
 
     tx, period = methods()[name]
     workers = oxs.Workers(mesh.size, AXIS, mesh=mesh)
@@ -105,12 +106,11 @@ def training(name: str, mesh: jax.sharding.Mesh) -> Callable[[], list[float]]:
         grads = jax.grad(loss_of)(params, images, labels)
         return oxs.apply_gradients(tx, grads, state, params)
 
-    images, labels = load_digits(return_X_y=True)
-    rows = np.random.default_rng(jax.process_index()).permutation(len(labels))[:BATCH]
+    rows = np.random.default_rng(jax.process_index()).permutation(len(LABELS))[:BATCH]
     place = NamedSharding(mesh, PartitionSpec(AXIS))
     batch = [
         jax.make_array_from_process_local_data(place, part[rows])
-        for part in (np.asarray(images / 16, np.float32), labels)
+        for part in (IMAGES, LABELS)
     ]
 
     def run() -> list[float]:
@@ -172,9 +172,7 @@ def serve(number: int, count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"{ADDRESS.format(1)}:{PORT}", count, number)
-    kinds = (AxisType.Auto,)
-    everyone = jax.make_mesh((count,), (AXIS,), kinds)
-    oneself = jax.make_mesh((1,), (AXIS,), kinds, devices=jax.local_devices())
+    everyone, oneself = mesh_of(count), mesh_of(1, jax.local_devices())
     runs: dict[str, Callable[[], list[float]]] = {}
     run = bare(BARE["4 MB"], everyone)
     for _ in range(20):
@@ -195,23 +193,6 @@ def serve(number: int, count: int) -> None:
 
 
 # What makes the namespaces and asks.
-def missing() -> str:
-    """What keeps this machine from making links slow; an empty text if nothing does."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces, which only Linux has"
-    tools = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    wants = [*tools, *(["root's rights"] if os.geteuid() else [])]
-    return " and ".join(wants)
-
-
-def shell(command: str, check: bool = True) -> str:
-    """Run a command without a shell; what it wrote."""
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if check and done.returncode:
-        raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
-    return done.stdout
-
-
 class Hosts:
     """Namespaces that are joined by a bridge, and a process in each.
 
@@ -243,21 +224,13 @@ class Hosts:
         shell(f"ip -n {bridge} link set bridge up")
         for number, name in enumerate(self.names):
             own = ADDRESS.format(number + 1)
-            # Gloo binds to what the machine's own name resolves to; `ip netns exec`
-            # lays these files over those of /etc.
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True)
-            hosts = f"127.0.0.1 localhost\n{own} {os.uname().nodename}\n"
-            (folder / "hosts").write_text(hosts)
-            shell(f"ip netns add {name}")
+            namespaces.make(name, own)
             shell(
                 f"ip -n {name} link add eth type veth peer name port{number} "
                 f"netns {bridge}"
             )
             shell(f"ip -n {bridge} link set port{number} master bridge up")
-            shell(f"ip -n {name} addr add {own}/24 dev eth")
-            shell(f"ip -n {name} link set lo up")
-            shell(f"ip -n {name} link set eth up")
+            namespaces.connect(name, own)
             # Whatever this machine's own is; and nothing starts slowly after a pause.
             for setting in ("congestion_control=reno", "slow_start_after_idle=0"):
                 shell(f"ip netns exec {name} sysctl -w net.ipv4.tcp_{setting}")
@@ -311,12 +284,7 @@ class Hosts:
             process.kill()
             process.wait()
         self.processes = []
-        there = shell("ip netns list", check=False).split()
-        for name in there:
-            if name.startswith(NAMES.format("")):
-                shell(f"ip netns del {name}", check=False)
-        for folder in Path("/etc/netns").glob(NAMES.format("*")):
-            shutil.rmtree(folder)
+        namespaces.remove(NAMES.format(""))
 
 
 def wanted(quick: bool) -> Iterator[tuple[int, int, str]]:

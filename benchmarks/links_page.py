@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import AxisType
-from links import ALONE, AXIS, COUNTS, begin, methods
+from by_hand import AXIS, mesh_of
+from links import ALONE, COUNTS, begin, methods
 from report import Line, Panel, Report
 
 import optx_sync as oxs
@@ -34,11 +33,33 @@ class Terms(NamedTuple):
     round: Mapping[str, float]  # seconds that a round computes, of two processes
 
 
+class Compared(NamedTuple):
+    """Seconds of a step, by the clock and by `audit.time`, before and after."""
+
+    processes: int
+    mbits: int
+    name: str
+    found: float
+    before: float
+    after: float
+
+    @property
+    def off(self) -> tuple[float, float]:
+        """How far off `audit.time` is."""
+        return self.before / self.found - 1, self.after / self.found - 1
+
+
+def by_link(kept: Sequence[Compared]) -> dict[tuple[int, int], list[Compared]]:
+    """Those of each number of processes and rate."""
+    links: dict[tuple[int, int], list[Compared]] = {}
+    for one in sorted(kept, key=lambda one: one[:2]):
+        links.setdefault(one[:2], []).append(one)
+    return links
+
+
 def strategies(count: int) -> dict[str, Strategy]:
     """What each method sends, as `audit` finds it in its compiled program."""
-    devices = jax.devices()[:count]
-    mesh = jax.make_mesh((count,), (AXIS,), (AxisType.Auto,), devices=devices)
-    workers = oxs.Workers(count, AXIS, mesh=mesh)
+    workers = oxs.Workers(count, AXIS, mesh=mesh_of(count))
     return {  # on CPUs nothing travels while a step computes
         name: oxs.audit.strategy(method.tx, begin, workers)._replace(overlap=0.0)
         for name, method in methods().items()
@@ -90,28 +111,21 @@ def said(one: Strategy, mbits: float, name: str, count: int, terms: Terms) -> An
 
 def compare(page: Report, points: Sequence[Point]) -> None:
     """Each point that no term was read off, before and after."""
-    terms, rows, kept = read_off(points), {}, []
+    terms, kept = read_off(points), []
     for count in COUNTS:
         programs = strategies(count) if count in terms.step else {}
         for point in points:
             name, mbits = point["name"], point["mbits"]
-            if point["processes"] != count or name not in programs:
-                continue
-            before, after = said(programs[name], mbits, name, count, terms)
-            found = point["seconds"]
-            kept.append((count, mbits, name, found, before, after))
-            rows.setdefault(count, []).append(
-                [
-                    name,
-                    f"{mbits:,}",
-                    f"{1e3 * found:.1f}",
-                    f"{1e3 * before:.1f}",
-                    f"{before / found - 1:+.0%}",
-                    f"{1e3 * after:.1f}",
-                    f"{after / found - 1:+.0%}",
-                ]
-            )
+            if point["processes"] == count and name in programs:
+                times = said(programs[name], mbits, name, count, terms)
+                kept.append(Compared(count, mbits, name, point["seconds"], *times))
     errors(page, kept)
+    rows: dict[int, list[Any]] = {}
+    for one in kept:
+        found, before, after = (f"{1e3 * x:.1f}" for x in one[3:])
+        was, now = (f"{off:+.0%}" for off in one.off)
+        cells = [one.name, f"{one.mbits:,}", found, before, was, after, now]
+        rows.setdefault(one.processes, []).append(cells)
     for count, those in rows.items():
         page.table("points", those, count=count)
     on_the_wire(page, points)
@@ -131,54 +145,39 @@ def compare(page: Report, points: Sequence[Point]) -> None:
     scatter(page, kept)
 
 
-def errors(page: Report, kept: Sequence[Any]) -> None:
+def errors(page: Report, kept: Sequence[Compared]) -> None:
     """How far off, by processes and rate."""
     rows = []
-    for count in COUNTS:
-        for mbits in sorted({x[1] for x in kept if x[0] == count}):
-            off = np.array(
-                [
-                    (before / found - 1, after / found - 1)
-                    for n, rate, _, found, before, after in kept
-                    if (n, rate) == (count, mbits)
-                ]
-            )
-            middle, worst = np.median(abs(off), 0), off[abs(off).argmax(0), [0, 1]]
-            within = f"{(abs(off[:, 1]) <= 0.15).sum()} of {len(off)}"
-            rows.append(
-                [f"{count}, {mbits:,}"]
-                + [f"{x:.1%}" for x in middle[:1]]
-                + [f"{worst[0]:+.0%}", f"{middle[1]:.1%}", f"{worst[1]:+.0%}", within]
-            )
+    for (count, mbits), those in by_link(kept).items():
+        off = np.array([one.off for one in those])
+        middle, worst = np.median(abs(off), 0), off[abs(off).argmax(0), [0, 1]]
+        shown = []
+        for usual, most in zip(middle, worst, strict=True):
+            shown += [f"{usual:.1%}", f"{most:+.0%}"]
+        within = f"{(abs(off[:, 1]) <= 0.15).sum()} of {len(off)}"
+        rows.append([f"{count}, {mbits:,}", *shown, within])
     page.table("errors", rows)
-    off = abs(np.array([(x[4] / x[3] - 1, x[5] / x[3] - 1) for x in kept]))
-    counts = (off <= 0.15).sum(0)
-    page.text(
-        "held",
-        points=len(off),
-        was=counts[0],
-        now=counts[1],
-        before=np.median(off[:, 0]),
-        after=np.median(off[:, 1]),
-    )
+    off = abs(np.array([one.off for one in kept]))
+    was, now = (off <= 0.15).sum(0)
+    before, after = np.median(off, 0)
+    counts = {"points": len(off), "was": was, "now": now}
+    page.text("held", before=before, after=after, **counts)
 
 
-def ranked(page: Report, kept: Sequence[Any]) -> None:
+def ranked(page: Report, kept: Sequence[Compared]) -> None:
     """Pairs of methods whose order the measurement reverses by more than 10 %."""
-    turned, pairs = {4: [], 5: []}, 0
-    for (count, mbits), those in itertools.groupby(
-        sorted(kept, key=lambda x: x[:2]), lambda x: x[:2]
-    ):
-        for one, other in itertools.permutations(list(those), 2):
-            pairs += one[2] < other[2]
-            for column, found in turned.items():
-                if one[column] < other[column] and one[3] > 1.1 * other[3]:
-                    names = f"`{one[2]}` before `{other[2]}`"
-                    by = one[3] / other[3] - 1
+    turned, pairs = {"before": [], "after": []}, 0
+    for (count, mbits), those in by_link(kept).items():
+        for one, other in itertools.permutations(those, 2):
+            pairs += one.name < other.name
+            by = one.found / other.found - 1
+            for when, found in turned.items():
+                if getattr(one, when) < getattr(other, when) and by > 0.1:
+                    names = f"`{one.name}` before `{other.name}`"
                     found.append(f"{names} ({count} at {mbits:,} Mbit/s, {by:.0%})")
-    before, after = ("; ".join(x) or "none" for x in turned.values())
-    counts = {"was": len(turned[4]), "now": len(turned[5])}
-    page.text("ranked", pairs=pairs, before=before, after=after, **counts)
+    counts = {"was": len(turned["before"]), "now": len(turned["after"])}
+    shown = {when: "; ".join(found) or "none" for when, found in turned.items()}
+    page.text("ranked", pairs=pairs, **shown, **counts)
 
 
 def on_the_wire(page: Report, points: Sequence[Point]) -> None:
@@ -203,21 +202,17 @@ def on_the_wire(page: Report, points: Sequence[Point]) -> None:
     page.table("bytes", rows)
 
 
-def scatter(page: Report, kept: Sequence[Any]) -> None:
+def scatter(page: Report, kept: Sequence[Compared]) -> None:
     """Measured against `audit.time`, before and after."""
     panels = []
-    for column, title in ((4, "of the link alone"), (5, "with the terms")):
-        lines = [
-            Line(
-                f"{count} processes",
-                [1e3 * x[3] for x in kept if x[0] == count],
-                [1e3 * x[column] for x in kept if x[0] == count],
-                look,
-            )
-            for count, look in zip(COUNTS, "os", strict=True)
-            if any(x[0] == count for x in kept)
-        ]
-        ends = [1e3 * end(x[3] for x in kept) for end in (min, max)]
+    for when, title in (("before", "of the link alone"), ("after", "with the terms")):
+        lines = []
+        for count, look in zip(COUNTS, "os", strict=True):
+            if those := [one for one in kept if one.processes == count]:
+                found = [1e3 * one.found for one in those]
+                times = [1e3 * getattr(one, when) for one in those]
+                lines.append(Line(f"{count} processes", found, times, look))
+        ends = [1e3 * end(one.found for one in kept) for end in (min, max)]
         lines.append(Line("equal", ends, ends, "-"))
         panels.append(Panel("measured, ms a step", "audit.time", lines, title, "xy"))
     page.picture(panels)

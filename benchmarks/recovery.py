@@ -13,23 +13,15 @@ center taken, a step compiled.
 import os
 import pathlib
 import random
-import shutil
-import signal
-import tempfile
 import threading
 import time
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# Ray's processes would otherwise yield to whatever else the machine does.
-os.environ["RAY_worker_niceness"] = "0"
-
 import numpy as np
+import on_ray
 import optax
-import ray
 import report
-from faults import RULES, processes
+from faults import RULES
 from report import Line, Panel
 
 from optx_sync import runtime
@@ -44,7 +36,6 @@ PUBLISHED = [
 ]
 FULL, SHORT = (AGREEMENTS, 5), (AGREEMENTS[:1], 1)
 STEADY = 3  # rounds of each worker before the next death
-PATIENCE_SECONDS = 300.0
 IN_FLIGHT = 0.5  # seconds in which a step ends that was answered before a death
 
 
@@ -65,13 +56,13 @@ def program(folder: pathlib.Path):
 
 def wait_for_all(folder: pathlib.Path, since: float) -> None:
     """Until each worker has made some rounds, one of them well after this time."""
-    until, since = time.time() + PATIENCE_SECONDS, since + IN_FLIGHT
-    while time.time() < until:
-        new = [m for m in folder.glob("worker_*") if m.stat().st_mtime > since]
-        if sum(int(mark.read_text() or 0) >= STEADY for mark in new) == WORKERS:
-            return
-        time.sleep(0.05)
-    raise TimeoutError("The run does not go on.")
+
+    def steady():
+        late = since + IN_FLIGHT
+        new = [m for m in folder.glob("worker_*") if m.stat().st_mtime > late]
+        return sum(int(mark.read_text() or 0) >= STEADY for mark in new) == WORKERS
+
+    on_ray.until(steady, "go on")
 
 
 def deaths(folder: pathlib.Path, number: int, found: list[Any]) -> None:
@@ -81,7 +72,7 @@ def deaths(folder: pathlib.Path, number: int, found: list[Any]) -> None:
         for kind in ("workers", "servers") * number:
             wait_for_all(folder, since)
             since = time.time()
-            os.kill(rng.choice(processes(kind)), signal.SIGKILL)
+            on_ray.tell(rng.choice(on_ray.processes(kind)))
             found.append((kind, since))
         wait_for_all(folder, since)
     finally:
@@ -90,17 +81,17 @@ def deaths(folder: pathlib.Path, number: int, found: list[Any]) -> None:
 
 def measured(rule: str, number: int) -> dict[str, list[float]]:
     """Seconds to the next push, by who died and who pushed."""
-    folder, killed = pathlib.Path(tempfile.mkdtemp(prefix="recovery")), []
-    thread = threading.Thread(target=deaths, args=(folder, number, killed))
-    thread.start()
+    params, killed = {"w": np.zeros(SIZE, np.float32)}, []
     agreement = RULES[rule] if "of" not in rule else runtime.SyncReplicas(2)
-    _, history = runtime.run(
-        program(folder), {"w": np.zeros(SIZE, np.float32)}, optax.sgd(1e-3), agreement,
-        num_workers=WORKERS, communication_period=1, checkpoint_dir=folder / "saved",
-        checkpoint_every=20,
-    )  # fmt: skip
-    thread.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    with on_ray.folder_for("recovery") as folder:
+        thread = threading.Thread(target=deaths, args=(folder, number, killed))
+        thread.start()
+        _, history = runtime.run(
+            program(folder), params, optax.sgd(1e-3), agreement, num_workers=WORKERS,
+            communication_period=1, checkpoint_dir=folder / "saved",
+            checkpoint_every=20,
+        )  # fmt: skip
+        thread.join()
     pushes = [e for e in history.events if e.kind in ("push", "dropped")]
     lost = [e for e in history.events if e.kind == "lost"]
     seconds: dict[str, list[float]] = {"others": [], "successor": [], "server": []}
@@ -120,11 +111,8 @@ def measured(rule: str, number: int) -> dict[str, list[float]]:
 def study(page, settings):
     """Measure all agreements and write the page."""
     agreements, number = settings
-    ray.init(
-        address="local", num_cpus=WORKERS, include_dashboard=False, log_to_driver=False
-    )
-    found = {rule: measured(rule, number) for rule in agreements}
-    ray.shutdown()
+    with on_ray.cluster(WORKERS):
+        found = {rule: measured(rule, number) for rule in agreements}
     kinds = ("others", "successor", "server")
     rows = [
         [name_of(rule), *(report.spread(of[kind], 1) for kind in kinds)]

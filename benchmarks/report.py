@@ -9,6 +9,7 @@ page says in words, what follows and what others published, stands in `pages.tom
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -57,6 +58,20 @@ def folder_of(options: argparse.Namespace) -> Path:
     return options.out or HERE / ("results-quick" if options.quick else "results")
 
 
+def on_cpu(devices: int = 0, threads: int = 0) -> None:
+    """Let JAX have CPU devices alone, so many of them, before it makes an array.
+
+    XLA reads the size of its pool from NPROC. Without threads to spare for the devices
+    a collective may wait for ever: see Makefile. Where a program takes one core, and
+    as many run at a time as there are cores, one is faster than threads inside of
+    small matrix products.
+    """
+    os.environ["NPROC"] = str(threads or os.environ.get("NPROC", 16))
+    jax.config.update("jax_platforms", "cpu")
+    if devices:
+        jax.config.update("jax_num_cpu_devices", devices)
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on, with which versions."""
     versions = {"python": platform.python_version()}
@@ -78,21 +93,28 @@ def machine() -> dict[str, Any]:
 
 
 def in_turns(
-    calls: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 3
-) -> dict[str, list[float]]:
+    calls: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 3,
+    host: bool = False,
+) -> dict[str, list[Any]]:
     """Milliseconds of each call, each run once in a turn, so that a drift meets all.
 
     A call returns what must be ready before the clock is stopped. The order is turned
-    round every other time: what ran before leaves its data in the caches.
+    round every other time: what ran before leaves its data in the caches. With `host`
+    each is a pair with the processor's milliseconds of the host's thread, until the
+    call returns: others that want it, and what devices do meanwhile, do not count.
     """
     times = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
         for name in list(calls)[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
-            jax.block_until_ready(calls[name]())
+            start, own = time.perf_counter(), time.thread_time()
+            found = calls[name]()
+            own = time.thread_time() - own
+            jax.block_until_ready(found)
             taken = 1e3 * (time.perf_counter() - start)
             if turn >= warm_up:
-                times[name].append(taken)
+                times[name].append((taken, 1e3 * own) if host else taken)
     return times
 
 
@@ -312,6 +334,17 @@ class Known:
                 out.write(f"{json.dumps([key, self.rows[name]])}\n")
         return self.rows[name]
 
+    def all(
+        self, what: str, items: Sequence[Any], measure: Callable, *more: Any
+    ) -> list[list[Any]]:
+        """The rows `measure(item, *more)` of all items, each shown as it comes."""
+        rows = []
+        for number, item in enumerate(items, 1):
+            key = [what, *(item if isinstance(item, tuple) else (item,)), *more]
+            rows += self.get(key, functools.partial(measure, item, *more))
+            print(f"{what}, {number} of {len(items)}: {rows[-1]}", flush=True)
+        return rows
+
 
 def page_of(found: Mapping[str, Any]) -> str:
     """The page of a JSON file, in Markdown: what follows, picture and table first."""
@@ -367,12 +400,17 @@ def _cell(value: Any) -> str:
 def _rounded(value: Any) -> Any:
     """What a JSON file keeps of it: six digits of a number, arrays as lists."""
     if isinstance(value, Mapping):
-        return {key: _rounded(of) for key, of in value.items()}
+        return {_name(key): _rounded(of) for key, of in value.items()}
     if isinstance(value, list | tuple) or np.ndim(value):
         return [_rounded(of) for of in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     return float(f"{float(value):.6g}")
+
+
+def _name(key: Any) -> str:
+    """What is measured in the words of a JSON file, such as "QSR, True"."""
+    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import LABELS, TEST, accuracy_of, initial, loss_of
+from digits import accuracy_of, drawing, initial, loss_of, split
 from report import Line, Panel, grid, of_seeds, percent, reproduce
 
 import optx_sync as oxs
@@ -53,12 +53,7 @@ def train(way, seed, rates, until):
     """Of each rate the center's losses and accuracy; what the clock says of all."""
     options, clocks = dict(WAYS[way]), []
     rule, start = options.pop("rule"), initial(seed)
-    rows = np.random.default_rng(seed).permutation(len(LABELS)).astype(np.int32)
-    test, rows = jnp.asarray(rows[:TEST]), jnp.asarray(rows[TEST:])
-
-    def grad_fn(worker, params, step):
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        return jax.grad(loss_of)(params, jax.random.choice(key, rows, (BATCH,)))
+    test, rows = map(jnp.asarray, split(seed))
 
     @jax.jit
     @jax.vmap
@@ -67,7 +62,7 @@ def train(way, seed, rates, until):
             optax.sgd(rate),
             rule,
             start,
-            grad_fn,
+            drawing(seed, rows, BATCH),
             SECONDS,
             until=until,
             communication_period=PERIOD,

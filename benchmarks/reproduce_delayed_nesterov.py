@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import LABELS, TEST, accuracy_of, initial, loss_of
+from digits import accuracy_of, drawing, initial, loss_of, split
 from report import Line, Panel, each, of_seeds, percent, reproduce
 
 import optx_sync as oxs
@@ -46,27 +46,15 @@ def order_of(rounds):
     return order[: int(np.searchsorted(np.sum(pushes, 0).cumsum(), rounds)) + 1]
 
 
-def split(seed):
-    """Images to train on, and to test on."""
-    rows = np.random.default_rng(seed).permutation(len(LABELS)).astype(np.int32)
-    return rows[TEST:], rows[:TEST]
-
-
 @functools.partial(jax.jit, static_argnames=("outer", "events"))
-def train(outer, events, rate, seed, start, rows, test):
+def train(outer, events, rate, seed, start, test, rows):
     """Losses and accuracies of the center, at some events and at the end."""
     order = jnp.asarray(order_of(events))
-
-    def grad_fn(worker, params, event):
-        key = jax.random.fold_in(jax.random.key(seed), event)
-        drawn = jax.random.choice(key, rows, (BATCH,))
-        return jax.grad(loss_of)(params, drawn)
-
     run = oxs.simulate.asynchronous(
         optax.sgd(rate),
         oxs.rules.diloco(OUTERS[outer]),
         start,
-        grad_fn,
+        drawing(seed, rows, BATCH),
         order,
         num_workers=WORKERS,
         communication_period=PERIOD,
@@ -113,7 +101,7 @@ def study(page, settings):
         axes = "rounds of all workers", "training loss of the center", lines
         panels.append(Panel(*axes, f"inner rate {rate:g}", "y", (1e-5, 1e2)))
     page.picture(panels)
-    kept = {n: {str(rate): found[n, rate] for rate in rates} for n in OUTERS}
+    kept = {n: {rate: found[n, rate] for rate in rates} for n in OUTERS}
     page.data(settings=settings, found=kept)
 
 

@@ -76,7 +76,7 @@ def study(page, settings):
         for place, what in ((1, "accuracy of one worker"), (2, "disagreement"))
     )
     page.picture([single[0], apart[0], single[1], apart[1]], columns=2)
-    page.data(found={f"{n}, {b}": of for (n, b), of in found.items()}, bytes=sent)
+    page.data(found=found, bytes=sent)
 
 
 if __name__ == "__main__":

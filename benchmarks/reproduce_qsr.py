@@ -60,7 +60,7 @@ def study(page, settings):
         beside = {"other": other, "mean": points.mean(), "error": error}
         page.text("beside", parts=PARTS[by_label], **beside)
     page.picture(panels_of(found, steps, 0, "accuracy of the mean", tried))
-    page.data(accuracy={f"{n}, {b}": of for (n, b), of in accuracy.items()})
+    page.data(accuracy=accuracy)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,7 @@ def study(page, settings):
         lines = [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]]
         panels.append(Panel(many, "accuracy", lines, title, ylim=(0, 1)))
     page.picture(panels)
-    kept = {f"{n}, {b}": accuracy for (n, b), accuracy in found.items()}
-    page.data(accuracy=kept, outliers={n: counted[n] for n in counts})
+    page.data(accuracy=found, outliers={n: counted[n] for n in counts})
 
 
 if __name__ == "__main__":

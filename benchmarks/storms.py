@@ -22,7 +22,6 @@ import math
 import os
 import pathlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,28 +31,26 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-)
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
+import namespaces
 import numpy as np
+import on_ray
 import optax
 import report
-from links import missing, shell
+from namespaces import missing, shell
+from on_ray import ACTORS, PATIENCE_SECONDS
 
 import optx_sync as oxs
 from optx_sync import runtime
 
+on_ray.take_one_thread()
 HOSTS, HERE, THERE = ("oxs-storm-a", "oxs-storm-b"), "10.97.0.1", "10.97.0.2"
 PORT = 6397
 EVERY, PARTS, PERIOD, DELAY = 20, 4, 16, 2  # pushes between saves; of the run
 STEP_SECONDS = 0.2
 FLOATS, MARK = 16_384, 12.0  # of each of a part's two variables; of a push
 DISK_MB = 48
-# What a run may take to end after the last fault.
-PATIENCE_SECONDS = 180
 # Of Ray's calls between the hosts, per cent: the request lost, the answer lost, the
 # answer lost while the call is under way.
 LOST_CALLS = {
@@ -189,24 +186,13 @@ class Storm:
     def __enter__(self) -> "Storm":
         self.clean()
         try:
-            for number, (name, own) in enumerate(
-                zip(HOSTS, (HERE, THERE), strict=True)
-            ):
-                etc = pathlib.Path("/etc/netns") / name
-                etc.mkdir(parents=True)
-                hosts = f"127.0.0.1 localhost\n{own} {os.uname().nodename}\n"
-                (etc / "hosts").write_text(hosts)
-                (etc / "resolv.conf").write_text("")
-                shell(f"ip netns add {name}")
-                if number:
-                    shell(
-                        f"ip -n {HOSTS[0]} link add eth type veth peer name eth "
-                        f"netns {name}"
-                    )
-            for name, own in zip(HOSTS, (HERE, THERE), strict=True):
-                shell(f"ip -n {name} addr add {own}/24 dev eth")
-                shell(f"ip -n {name} link set lo up")
-                shell(f"ip -n {name} link set eth up")
+            hosts = dict(zip(HOSTS, (HERE, THERE), strict=True))
+            for name, own in hosts.items():
+                namespaces.make(name, own)
+            one, other = HOSTS
+            shell(f"ip -n {one} link add eth type veth peer name eth netns {other}")
+            for name, own in hosts.items():
+                namespaces.connect(name, own)
             saved = self.folder / "saved"
             saved.mkdir()
             shell(f"mount -t tmpfs -o size={DISK_MB}m storm {saved}")
@@ -222,14 +208,7 @@ class Storm:
 
     def clean(self) -> None:
         """End its processes, and those of one that was killed."""
-        there = shell("ip netns list", check=False).split()
-        for name in (name for name in HOSTS if name in there):
-            for pid in shell(f"ip netns pids {name}").split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            shell(f"ip netns del {name}")
-        for name in HOSTS:
-            shutil.rmtree(pathlib.Path("/etc/netns") / name, ignore_errors=True)
+        namespaces.remove("oxs-storm")
         shell(f"umount -l {self.folder / 'saved'}", check=False)
 
     def _keep_up(self) -> None:
@@ -293,15 +272,11 @@ class Storm:
     def pids(self, title: str) -> list[int]:
         """The processes on both hosts whose title begins so."""
         found = []
-        for pid in itertools.chain(
-            *(shell(f"ip netns pids {name}", check=False).split() for name in HOSTS)
-        ):
+        for pid in itertools.chain(*map(namespaces.pids, HOSTS)):
             with contextlib.suppress(OSError):
-                text = pathlib.Path(f"/proc/{pid}/cmdline").read_text(
-                    "utf-8", "replace"
-                )
-                if text.startswith(title):
-                    found.append(int(pid))
+                command = pathlib.Path(f"/proc/{pid}/cmdline")
+                if command.read_text("utf-8", "replace").startswith(title):
+                    found.append(pid)
         return found
 
     def one(self, title: str) -> int:
@@ -353,9 +328,7 @@ def killed(title: str) -> Fault:
 
     @contextlib.contextmanager
     def fault(storm: Storm) -> Iterator[bool]:
-        if pid := storm.one(title):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        on_ray.tell(storm.one(title))
         yield False
 
     return fault
@@ -367,13 +340,9 @@ def stopped(title: str) -> Fault:
     @contextlib.contextmanager
     def fault(storm: Storm) -> Iterator[bool]:
         pid = storm.one(title)
-        with contextlib.suppress(ProcessLookupError):
-            if pid:
-                os.kill(pid, signal.SIGSTOP)
+        on_ray.tell(pid, signal.SIGSTOP)
         yield bool(pid)
-        with contextlib.suppress(ProcessLookupError):
-            if pid:
-                os.kill(pid, signal.SIGCONT)
+        on_ray.tell(pid, signal.SIGCONT)
 
     return fault
 
@@ -419,8 +388,8 @@ def damaged(storm: Storm) -> Iterator[bool]:
         damage(folder / str(number))
     with contextlib.suppress(OSError, IndexError, ValueError):
         pid = int((folder / "lock").read_text().split()[1])  # "process 12 on ..."
-        if pid in storm.pids("ray::ServerActor"):
-            os.kill(pid, signal.SIGKILL)
+        if pid in storm.pids(ACTORS["servers"]):
+            on_ray.tell(pid)
     yield False
 
 
@@ -432,10 +401,10 @@ def driver_killed(storm: Storm) -> Iterator[bool]:
 
 
 FAULTS_OF_A_STORM: dict[str, Fault] = {
-    "a worker killed": killed("ray::WorkerActor"),
-    "a server killed": killed("ray::ServerActor"),
-    "a worker stopped": stopped("ray::WorkerActor"),
-    "a server stopped": stopped("ray::ServerActor"),
+    "a worker killed": killed(ACTORS["workers"]),
+    "a server killed": killed(ACTORS["servers"]),
+    "a worker stopped": stopped(ACTORS["workers"]),
+    "a server stopped": stopped(ACTORS["servers"]),
     "the link cut": cut,
     "the disk full": full,
     "a save damaged": damaged,

@@ -102,8 +102,11 @@ def pages(
     for number, conditions in enumerate(TROUBLES):
         _troubles(page, ("troubles", "lies")[number], losses, conditions)
     _second(page, rows, losses)
+    counts = {"period": PERIOD, "parts": methods.PARTS}
+    counts |= {"later": methods.LATER, "workers": WORKERS}
+    words = page.words["settings"]
     settings = [
-        (name, METHODS[name].settings, METHODS[name].source)
+        (name, *(text.format(**counts) for text in words[name]))
         for name in sent
         if METHODS[name].kind != "period"
     ]

@@ -11,21 +11,15 @@ counts samples, so that one that is lost or there twice shows in the center.
 
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-# Ray's processes would otherwise yield to whatever else the machine does.
-os.environ["RAY_worker_niceness"] = "0"
-
 import numpy as np
+import on_ray
 import optax
 import ray
 from matplotlib.figure import Figure
@@ -40,7 +34,6 @@ STOPPED, JOINING, LEAVING = 3, 4, (0, 1)
 STEP, PERIOD, DELAY, BATCH = 0.1, 10, 2, 2  # seconds; steps; steps; samples
 FULL = {"steps": 5000, "before": 30.0, "stopped": 30.0, "after": 15.0}
 SHORT = {"steps": 1500, "before": 8.0, "stopped": 8.0, "after": 4.0}
-PATIENCE_SECONDS = 120.0
 # The sum of all samples that a worker has seen: those of a mean times its steps.
 RULE = oxs.rules.agn(optax.sgd(1.0), reduction="sum")
 
@@ -74,14 +67,14 @@ def program(folder: pathlib.Path, samples: int):
 
 def wait_for(folder: pathlib.Path, workers: Any, rounds: int) -> list[int]:
     """The processes of these workers, once each has made so many rounds."""
-    until = time.time() + PATIENCE_SECONDS
-    while time.time() < until:
-        marks = [folder / f"worker_{worker}" for worker in workers]
+    marks = [folder / f"worker_{worker}" for worker in workers]
+
+    def there():
         read = [mark.read_text().split() for mark in marks if mark.exists()]
-        if len(read) == len(marks) and all(int(made) >= rounds for _, made in read):
-            return [int(pid) for pid, _ in read]
-        time.sleep(0.05)
-    raise TimeoutError("The workers do not make rounds.")
+        pids = [int(pid) for pid, made in read if int(made) >= rounds]
+        return pids if len(pids) == len(marks) else None
+
+    return on_ray.until(there, "make rounds")
 
 
 def another_node() -> subprocess.Popen:
@@ -98,10 +91,10 @@ def happen(folder, nodes, settings, said: list[Said]) -> None:
     begin = time.time()
     time.sleep(settings["before"])
     (pid,) = wait_for(folder, [STOPPED], 2)
-    os.kill(pid, signal.SIGSTOP)
+    on_ray.tell(pid, signal.SIGSTOP)
     stop = time.time()
     time.sleep(settings["stopped"])
-    os.kill(pid, signal.SIGCONT)
+    on_ray.tell(pid, signal.SIGCONT)
     go_on = time.time()
     time.sleep(settings["after"])
     nodes.append(another_node())
@@ -109,40 +102,32 @@ def happen(folder, nodes, settings, said: list[Said]) -> None:
     wait_for(folder, [JOINING], 1)
     time.sleep(settings["after"])
     for pid in wait_for(folder, LEAVING, 2):
-        os.kill(pid, signal.SIGTERM)
+        on_ray.tell(pid, signal.SIGTERM)
     said.append(Said(begin, stop, go_on, node, time.time()))
 
 
 def trained(settings) -> tuple[np.ndarray, Any, Said]:
     """How often the center has each sample, the history, and what was done when."""
-    folder, said = pathlib.Path(tempfile.mkdtemp(prefix="timeline")), []
+    samples, said = settings["steps"] * BATCH, []
     nodes: list[subprocess.Popen] = []
-    here: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    params = {"seen": np.zeros(samples, np.float32)}
     # The node that joins writes the cluster's address where others look for theirs.
-    ray.init(address="local", num_cpus=PLACES, _temp_dir=str(folder), **here)
-    given = folder, nodes, settings, said
-    thread = threading.Thread(target=happen, args=given)
-    thread.start()
-    samples = settings["steps"] * BATCH
-    center, history = runtime.run(
-        program(folder, samples),
-        {"seen": np.zeros(samples, np.float32)},
-        optax.sgd(1.0),
-        RULE,
-        num_workers=WORKERS,
-        communication_period=PERIOD,
-        delay=DELAY,
-        meet=runtime.quorum(QUORUM, grace=1.0),
-        samples=runtime.Samples(samples, BATCH),
-        weigh=lambda at: at.steps,
-        resources_per_worker={"CPU": 1},
-    )
-    thread.join()
-    for node in nodes:
-        node.terminate()
-        node.wait()
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with (
+        on_ray.folder_for("timeline") as folder,
+        on_ray.cluster(PLACES, _temp_dir=str(folder)),
+    ):
+        thread = threading.Thread(target=happen, args=(folder, nodes, settings, said))
+        thread.start()
+        center, history = runtime.run(
+            program(folder, samples), params, optax.sgd(1.0), RULE,
+            num_workers=WORKERS, communication_period=PERIOD, delay=DELAY,
+            meet=runtime.quorum(QUORUM, grace=1.0), weigh=lambda at: at.steps,
+            samples=runtime.Samples(samples, BATCH), resources_per_worker={"CPU": 1},
+        )  # fmt: skip
+        thread.join()
+        for node in nodes:
+            node.terminate()
+            node.wait()
     return np.rint(center["seen"]), history, said[0]
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from benchmarks.explorer import Explorer, QuorumExplorer
+from benchmarks.explorer import Explorer
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements.meeting import Meetings
+from tests.runtime.quorum_explorer import QuorumExplorer
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_every_order_of_events_with_one_death_and_one_lost_message(
 def test_every_order_of_events_of_two_workers_that_share_meetings(
     owners, rounds, least
 ):
-    """The same, with meetings that may close early; `make faults` goes further."""
+    """The same, with meetings that may close early."""
     worlds, ends = QuorumExplorer(2, owners, rounds=rounds).explore()
     assert worlds > least and ends > least / 4
 
