@@ -99,7 +99,7 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
 
     Example:
         >>> import jax.numpy as jnp
-        from optx_sync.audit import hlo
+        >>> from optx_sync.audit import hlo
         >>> found = hlo.program(lambda x: 2 * x, jnp.ones(3))
         >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
         [(3,)]
@@ -279,7 +279,7 @@ def arrays(shape: str) -> list[Array]:
     """Read the arrays of a shape, which may be a tuple; tokens are none.
 
     Example:
-        from optx_sync.audit import hlo
+        >>> from optx_sync.audit import hlo
         >>> hlo.arrays("(bf16[2,3]{1,0}, token[])")
         [Array(dtype='bf16', shape=(2, 3), bytes=12)]
     """

@@ -22,7 +22,8 @@ RATE_SECONDS = 30.0
 KEPT = 100_000
 # The most workers that such a line names.
 SHOWN_WORKERS = 8
-WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back", "short")
+WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
+WARNINGS += ("short", "uncounted")
 
 
 class History(NamedTuple):
@@ -229,6 +230,7 @@ def line(event: Event) -> str:
         "unsaved": f"{who} could not save, and goes on",
         "rolled_back": f"{who} has lost pushes",
         "short": f"{who} waits no longer",
+        "uncounted": f"{who} has samples left",
     }.get(event.kind, f"{event.kind}: {who}")
     message = ": " + " ".join(event.message.split()) if event.message else ""
     return what + message[:500]

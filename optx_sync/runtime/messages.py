@@ -180,8 +180,9 @@ class Event(NamedTuple):
     Attributes:
         kind: What happened: "started", "restored", "saved", "damaged", "unsaved",
             "join", "left", "push", "dropped", "retry", "short" (a meeting closed with
-            too few), "refused", "rolled_back" (pushes of a worker were lost with a
-            server) or "lost" (a worker died; `run` says it).
+            too few), "uncounted" (ranges of samples at the end), "refused",
+            "rolled_back" (pushes of a worker were lost with a server) or "lost" (a
+            worker died; `run` says it).
         worker: The worker's number, from 0; -1 for the server's own.
         round: The number of the worker's last push of the part, from 1; 0 before the
             first, and for the server.

@@ -547,6 +547,7 @@ class WorkerActor:
                     raise RuntimeError(
                         f"Worker {index} left with sys.exit({error.code!r})."
                     ) from None
+            worker.hand_in_samples()
             connection.leave(index)  # Nobody waits for this worker any more.
             worker.land()
             again = worker.resumes()

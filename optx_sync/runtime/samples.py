@@ -183,6 +183,13 @@ class Ledger:
             for number in numbers
         )
 
+    @property
+    def uncounted(self) -> int:
+        """The ranges of all epochs that are not done."""
+        samples = self.samples
+        end = 0 if samples is None else samples.ranges * samples.epochs
+        return end - self._next + len(self._free) + len(self._held) if end else 0
+
     def note(self, outcome: Outcome) -> None:
         """Note what became of the ranges of a push."""
         for number in outcome.ranges:

@@ -312,6 +312,13 @@ class Server:
     def end(self) -> None:
         """Refuse pushes from now on: what is saved next is all that was applied."""
         with self._changed:
+            self._count_samples()
+            if not self._ended and (left := self._ledger.uncounted):
+                message = (
+                    f"{left} ranges of samples were not counted: the run has ended "
+                    "before. A program that takes samples goes on to their end."
+                )
+                self._note("uncounted", message=message)
             self._ended = True
 
     def center(self) -> Tree:

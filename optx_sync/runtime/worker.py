@@ -265,6 +265,11 @@ class Worker:
             self._lease = self._leases.popleft()
             yield self._lease
 
+    def hand_in_samples(self) -> None:
+        """At the end of a program: `flush`, if it has samples that it did not push."""
+        if self._walked:
+            self.flush()
+
     def resumes(self) -> bool:
         """Whether the program, which has ended, is to run again: samples are left.
 

@@ -289,6 +289,21 @@ def test_a_claim_counts_in_either_order():
         assert ledger.may_count(1, (2,)) and not ledger.may_count(0, (2,)), order
 
 
+def test_a_program_that_does_not_flush_hands_in_and_one_that_ends_early_is_told():
+    for steps, left in ((TOTAL, 0), (6, TOTAL // 2 - 6)):
+        server, start = party(period=100)
+        worker = start(0)
+        for _, lease in zip(range(steps), worker.samples(), strict=False):
+            marked(worker, lease)
+        worker.hand_in_samples()
+        server.leave(0)
+        assert not worker.resumes() and seen(server, 2.0).sum() == TOTAL - 2 * left
+        server.end()
+        server.end()
+        said = [x.message for x in server.events()[1] if x.kind == "uncounted"]
+        assert [one.split()[0] for one in said] == [str(left)] * (left > 0)
+
+
 def test_a_later_run_of_other_samples_is_refused(tmp_path):
     server, start = party(tmp_path)
     marked(start(0), next(start(1).samples()))
