@@ -447,15 +447,18 @@ class Server:
         if self._ended:  # This is no fault of the worker, and so no event.
             return protocol.Refused("the run has ended."), None
         worker, held = push.worker, self._held[request.part]
-        staleness = held.staleness(worker)
+        staleness, said = held.staleness(worker), ""
+        self._count_samples()
+        # After a death of this server others may have made some of its ranges.
+        if not self._ledger.may_count(worker, push.leases):
+            said = "It has samples that others have, or that are counted already."
         try:
             arrays, sizes = held.expected.read(push.arrays)
-            # After a death of this server others may have made some of its ranges.
-            counts = self._counts_once(worker, push)
             push = push._replace(arrays=arrays)
-            reply = (
-                held.absorb(worker, push, sizes) if counts else held.drop(worker, push)
-            )
+            if said:
+                reply = held.drop(worker, push)
+            else:
+                reply = held.absorb(worker, push, sizes)
         except PushRefused as error:
             message = f"{error} (round {push.round} of worker {worker})"
             return self._refuse(push, message), None
@@ -470,22 +473,13 @@ class Server:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, staleness=int(push.lost), message=message)
         kind, pulled = "push" if reply.used else "dropped", bytes_of(reply.arrays)
-        self._note(kind, worker, push, staleness=int(staleness), pulled=pulled)
+        more = {"staleness": int(staleness), "pulled": pulled, "message": said}
+        self._note(kind, worker, push, **more)
         if protocol.is_due(book):
             self._save()
         number = book.entries[worker].places[request.part].round
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
-
-    def _counts_once(self, worker: int, push: Push) -> bool:
-        self._count_samples()
-        known = self._ledger.samples is None or self._ledger.may_count(
-            worker, push.leases
-        )
-        if not known:
-            message = "It has samples that others have, or that are counted already."
-            self._note("dropped", worker, message=message)
-        return known
 
     # Checkpoints on the disk.
 
