@@ -197,7 +197,6 @@ def lacking(worker: Any, server):
 @pytest.mark.parametrize(
     "name",
     ["8 bit", "2 bit", "top-k", "rotated"],
-    +["top-k", "rotated"],
 )
 def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
     """Two workers, one of them twice as fast, in parts that travel for a step."""
