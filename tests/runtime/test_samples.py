@@ -208,6 +208,9 @@ def test_what_waits_in_a_meeting_is_done_once_the_meeting_absorbs_it(tmp_path):
         for lease in [next(worker.samples(), None)]
         if lease is not None
     ]:
+        for worker in workers if len(batches) < 2 else ():
+            if worker is not batches[0][0]:  # whose program has come to its end
+                server.leave(worker.index)
         for worker, lease in batches:
             assert lease != mine
             marked(worker, lease)

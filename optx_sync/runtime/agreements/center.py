@@ -73,6 +73,8 @@ class Center(AtOnce):
     that is not finite can be discarded.
     """
 
+    outcomes: tuple[Outcome, ...]
+
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
         rule, at = terms.rule, terms.at
         center = work.start_center(params)

@@ -40,6 +40,7 @@ class Meetings(Center):
     global_step: int
     applied: int
     short: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
 
     def __init__(self, params: Tree, terms: Terms):
         super().__init__(params, terms, copy_replies=False)

@@ -49,6 +49,8 @@ _NOTED = ("global_step", "count", "local_steps", "accepted_at", "was_used", "wai
 class Updates(contract.AtOnce):
     """The server's side: the parameters, an accumulator and the tokens."""
 
+    outcomes: tuple[Outcome, ...]
+
     def __init__(
         self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
     ):
