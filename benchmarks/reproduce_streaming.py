@@ -63,7 +63,7 @@ def sent_by(period, keywords, *_):
     collectives = characters.sent_by(characters.meeting(period, **keywords))
     _, in_rounds = characters.bytes_when(collectives)
     # Each part has a conditional of its own, which is taken once in a period.
-    return in_rounds / period, max(row.sent for row in collectives)
+    return in_rounds / period, round(max(row.sent for row in collectives))
 
 
 def look_of(name):
