@@ -188,7 +188,7 @@ class Ledger:
         """The ranges of all epochs that are not done."""
         samples = self.samples
         end = 0 if samples is None else samples.ranges * samples.epochs
-        return end - self._next + len(self._free) + len(self._held) if end else 0
+        return end - self._next + len(self._free) + len(self._held)
 
     def note(self, outcome: Outcome) -> None:
         """Note what became of the ranges of a push."""
