@@ -206,9 +206,12 @@ class Center(AtOnce):
         self.seen[worker] = self.applied
         return self._answer_dropped(worker, push, self.center)
 
-    def _answer_dropped(self, worker: int, push: Push, before: Arrays) -> Reply:
+    def _note_dropped(self, worker: int, push: Push) -> None:
         self.dropped.add(worker)
         self.outcomes += (Outcome(worker, push.leases, "dropped"),)
+
+    def _answer_dropped(self, worker: int, push: Push, before: Arrays) -> Reply:
+        self._note_dropped(worker, push)
         return self._reply(worker, before, push.confirms)._replace(used=False)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:

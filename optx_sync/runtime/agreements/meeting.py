@@ -86,8 +86,7 @@ class Meetings(Center):
     def drop(self, worker: int, push: Push) -> Reply:
         """Answer a push that comes to no meeting."""
         self.took[worker] = push.confirms
-        self.dropped.add(worker)
-        self.outcomes += (Outcome(worker, push.leases, "dropped"),)
+        self._note_dropped(worker, push)
         return self.reply_again(worker)
 
     def join(self, worker: int) -> None:
