@@ -34,11 +34,11 @@ from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
-    import_ray,
     naming_what_cannot_be_sent,
     start_servers,
 )
 from optx_sync.runtime.samples import Samples
+from optx_sync.runtime.system import here
 from optx_sync.runtime.worker import Worker
 
 # A worker that dies this often without a round in between is not replaced again.
@@ -225,7 +225,7 @@ def _supervised(
     with Display(num_workers, limits.total_steps) as display, _sigterm_as_sigint():
         events = _Events(connection, display)
         supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
-        begin, ended = time.monotonic(), "has ended"
+        begin, ended = here().now(), "has ended"
         try:
             supervisor.supervise()
             return _saved(connection, events, params)
@@ -235,7 +235,7 @@ def _supervised(
             raise
         finally:
             supervisor.stop()
-            seconds, where = time.monotonic() - begin, connection.saved_in
+            seconds, where = here().now() - begin, connection.saved_in
             log.info("The run %s: %s", ended, events.seen.closing(seconds, where))
 
 
@@ -256,7 +256,7 @@ def _sigterm_as_sigint() -> Iterator[None]:
 @contextlib.contextmanager
 def _running_ray(address: str | None, cpus: int) -> Iterator[Any]:
     """Ray, which is stopped again if it was started here."""
-    ray = import_ray()
+    ray = here().ray()
     if ray.is_initialized():
         if address is not None:
             raise ValueError(
@@ -265,12 +265,12 @@ def _running_ray(address: str | None, cpus: int) -> Iterator[Any]:
             )
         yield ray
         return
-    here = {"num_cpus": max(os.cpu_count() or 1, cpus), "include_dashboard": False}
+    given = {"num_cpus": max(os.cpu_count() or 1, cpus), "include_dashboard": False}
     with warnings.catch_warnings():
         # JAX warns of a fork; Ray runs another program in it at once.
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         try:
-            ray.init(**(here if address is None else {"address": address}))
+            ray.init(**(given if address is None else {"address": address}))
         except ValueError as error:
             # The environment names a cluster, as that of a submitted job does.
             if "existing cluster" not in str(error):
@@ -327,7 +327,7 @@ class _Supervisor:
         self.together: dict[int, Any] = {}  # where a group is placed
         self.running: dict[object, int] = {}
         self.placing: dict[int, list[Any]] = {}  # workers without a process yet
-        self.placing_said = time.monotonic()
+        self.placing_said = here().now()
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
@@ -372,14 +372,14 @@ class _Supervisor:
 
     def _see_who_has_a_place(self) -> None:
         """A worker's silence counts from when it has one; say who waits for it."""
-        for index, here in list(self.placing.items()):
-            if not self.ray.wait(here, num_returns=len(here), timeout=0)[1]:
+        for index, starts in list(self.placing.items()):
+            if not self.ray.wait(starts, num_returns=len(starts), timeout=0)[1]:
                 del self.placing[index]
                 self.events.launched(index)
         if not self.placing:
-            self.placing_said = time.monotonic()
-        elif time.monotonic() - self.placing_said > SILENCE_SECONDS:
-            self.placing_said = time.monotonic()
+            self.placing_said = here().now()
+        elif here().now() - self.placing_said > SILENCE_SECONDS:
+            self.placing_said = here().now()
             has, free = self.ray.cluster_resources(), self.ray.available_resources()
             count = self.limits.processes
             log.warning(
@@ -405,11 +405,12 @@ class _Supervisor:
             **RESTARTABLE, **takes, resources=needs
         )
         self.actors[index] = actors = [actor.remote() for _ in range(count)]
-        self.placing[index] = here = [actor.is_here.remote() for actor in actors]
+        starts = [actor.is_here.remote() for actor in actors]
+        self.placing[index] = starts
         self.joins[index] = self.events.seen.counts["join", index]
         self.events.launched(index)
         for process, actor in enumerate(actors):
-            given = index, [self.start], process, count, here[0]
+            given = index, [self.start], process, count, starts[0]
             self.running[actor.run.remote(*given)] = index
 
     def _over(self, index: int, reference: object) -> None:
@@ -448,8 +449,8 @@ class _Supervisor:
 
         Where a process dies, those that compute with it raise, maybe before Ray knows.
         """
-        end, raised = time.monotonic() + DEATH_SECONDS, self._raised
-        while others and isinstance(error, raised) and time.monotonic() < end:
+        end, raised = here().now() + DEATH_SECONDS, self._raised
+        while others and isinstance(error, raised) and here().now() < end:
             done, others = self.ray.wait(others, timeout=POLL_SECONDS)
             for reference in done:
                 try:
@@ -484,7 +485,7 @@ class _Supervisor:
             # Its program has not begun: the machine is full, or a node is gone.
             said = "Worker %d did not start; again in %.0f s."
             log.warning(said, index, START_AGAIN_SECONDS)
-            time.sleep(START_AGAIN_SECONDS)
+            here().sleep(START_AGAIN_SECONDS)
             return
         met, before = self.events.met[index].copy(), self.met_at_death[index]
         # A round of several parts is one where none of them was refused.
@@ -523,7 +524,7 @@ class _Supervisor:
         waiting = [self.events.how(index) for index in sorted({*self.running.values()})]
         waiting += self.events.silent_servers()
         log.warning("The run waits for %s.", "; ".join(waiting))
-        self.events.heard = time.monotonic()
+        self.events.heard = here().now()
 
 
 # What Ray's errors mean; others are those of processes that are gone.
@@ -561,22 +562,22 @@ class _Events:
         # Of each server, the seconds in which it listened: those in which it owed an
         # answer are left out, since a worker may have spoken to it.
         self._listened = [0.0] * len(self._servers)
-        self._answered = [time.monotonic()] * len(self._servers)
+        self._answered = [here().now()] * len(self._servers)
         # By server and worker: its requests so far, and what had been listened by then.
         self._requests: dict[tuple[int, int], tuple[str, int]] = {}
         self._spoke: dict[tuple[int, int], float] = {}
         self._metrics = Metrics()
         self.seen = Seen()
-        self.heard = time.monotonic()
+        self.heard = here().now()
 
     def collect(self, wait: bool = False) -> None:
         """Take the events that servers have ready; with `wait`, all events."""
-        ray = import_ray()
+        ray = here().ray()
         new: list[Event] = []
         for number, server in enumerate(self._servers):
             if number not in self._asked:
                 news = server.call.remote("news", *self.places[number])
-                self._asked[number] = news, time.monotonic()
+                self._asked[number] = news, here().now()
         references = [reference for reference, _ in self._asked.values()]
         seconds = SILENCE_SECONDS if wait else 0.02
         ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
@@ -585,7 +586,7 @@ class _Events:
                 continue
             del self._asked[number]
             idle = since - self._answered[number]
-            self._answered[number] = time.monotonic()
+            self._answered[number] = here().now()
             try:
                 found = ray.get(reference)
             except ray.exceptions.ActorDiedError as error:
@@ -634,14 +635,14 @@ class _Events:
     def _tell(self, new: list[Event]) -> None:
         self.seen.add(new)
         if new:
-            self.heard = time.monotonic()
+            self.heard = here().now()
         self._display.show(self.seen, new)
 
     def lost(self, worker: int, reason: str) -> None:
         """Add the event of a worker that died."""
         last = self.seen.last.get(worker)
         at = (last.round, last.local_step, last.global_step) if last else (0, 0, 0)
-        lost = Event("lost", worker, *at, 0, time.time(), {}, reason)
+        lost = Event("lost", worker, *at, 0, here().stamp() / 1e9, {}, reason)
         self._metrics.add(0, [lost])
         self._tell([lost])
 
@@ -659,19 +660,22 @@ class _Events:
 
     def silence(self) -> float:
         """Seconds since the last event."""
-        return time.monotonic() - self.heard
+        return here().now() - self.heard
 
     def how(self, worker: int) -> str:
         """The state of a worker, for the log."""
         last = self.seen.last.get(worker)
         if last is None:
             return f"worker {worker} ({self.seen.state(worker)}, no push yet)"
-        ago = f"{time.time() - last.time:.0f} s ago at its step {last.local_step}"
-        return f"worker {worker}, whose last push was {ago}"
+        ago = here().stamp() / 1e9 - last.time
+        return (
+            f"worker {worker}, whose last push was {ago:.0f} s ago at its step "
+            f"{last.local_step}"
+        )
 
     def silent_servers(self) -> list[str]:
         """The servers that have not answered for a long time."""
-        now = time.monotonic()
+        now = here().now()
         return [
             f"server {number}, which has not answered for {now - since:.0f} s"
             for number, (_, since) in self._asked.items()

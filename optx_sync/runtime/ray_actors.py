@@ -10,10 +10,8 @@ import contextlib
 import functools
 import os
 import pathlib
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +35,7 @@ from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import SharedLine, Unseen
+from optx_sync.runtime.system import here
 from optx_sync.runtime.worker import Preempted, Worker
 
 # Seconds that a worker waits for a server's restart, and between two attempts.
@@ -90,7 +89,7 @@ def start_servers(
     Raises:
         ValueError: See `run`.
     """
-    ray = import_ray()
+    ray = here().ray()
     shapes = shapes_of(params)
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, pull_exchange,
@@ -183,7 +182,7 @@ class RayConnection:
         """See `Server.join`."""
         client, found = Client(worker), []
         while (server := len(found)) < len(self.servers):
-            self._lines[worker, server] = SharedLine(begins=True)
+            self._lines[worker, server] = SharedLine(begins=here().shares_memory)
             # It joins all servers with the incarnation that the first one hands out.
             client, joined = self._converse(server, protocol.begin(client, "enter"))
             if client.phase == "superseded" and server:
@@ -247,7 +246,7 @@ class RayConnection:
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """See `Server.asked`: by a call that waits at the server while this returns."""
-        ray, key = import_ray(), (worker, part)
+        ray, key = here().ray(), (worker, part)
         before, waits = self._asked.get(key, (None, None))
         if before != met:
             server = self.servers[self.layout.owners[part]]
@@ -296,7 +295,7 @@ class RayConnection:
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
             ) from None
-        if time.monotonic() > deadline:
+        if here().now() > deadline:
             raise RuntimeError(
                 "A server died and did not come back within "
                 f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
@@ -313,8 +312,8 @@ class RayConnection:
     ) -> list[Any]:
         """The servers' answers; a server that died is asked again."""
         numbers = range(len(self.servers)) if of is None else of
-        ray = import_ray()
-        deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
+        ray = here().ray()
+        deadline = here().now() + SERVER_PATIENCE_SECONDS
         answers = {}
         while len(answers) < len(numbers):
             asked = {n: ask(self.servers[n]) for n in numbers if n not in answers}
@@ -323,7 +322,7 @@ class RayConnection:
                     answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
                     self.may_come_back(ray, error, deadline)
-                    time.sleep(PAUSE_SECONDS)
+                    here().sleep(PAUSE_SECONDS)
         return [answers[number] for number in numbers]
 
 
@@ -344,7 +343,7 @@ class _Conversation:
         self._key: tuple[int, int] = client.worker, server
         self._push = push  # of an operation that sends one
         self._payload: Any = None  # what the last answer brought
-        self._deadline: float = time.monotonic() + SERVER_PATIENCE_SECONDS
+        self._deadline: float = here().now() + SERVER_PATIENCE_SECONDS
         self._rests_until: float = 0.0  # where a server is being restarted
         self._line: SharedLine | None = None
         self._asked: tuple[SharedLine, Any] | None = None  # the request under way
@@ -364,13 +363,13 @@ class _Conversation:
     def has_ended(self) -> bool:
         """Hear what has come, without waiting: whether that was all."""
         while protocol.wants(self._client) is not None:
-            if time.monotonic() < self._rests_until:
+            if here().now() < self._rests_until:
                 return False
             line, reference = self._ask()
             if reference is None:
                 there = line.has_message()
             else:
-                there, _ = import_ray().wait([reference], timeout=0)
+                there, _ = here().ray().wait([reference], timeout=0)
             if not there:
                 return False
             self._hear()
@@ -402,8 +401,8 @@ class _Conversation:
 
     def _hear(self) -> None:
         """Take an answer: the end, or others have to come, or the server is gone."""
-        time.sleep(max(self._rests_until - time.monotonic(), 0))
-        ray, (line, reference) = import_ray(), self._ask()
+        here().sleep(max(self._rests_until - here().now(), 0))
+        ray, (line, reference) = here().ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
             message = line.hear() if reference is None else ray.get(reference)
@@ -413,7 +412,7 @@ class _Conversation:
             line.hang_up()
         except ray.exceptions.RayActorError as error:
             self._connection.may_come_back(ray, error, self._deadline)
-            self._rests_until = time.monotonic() + PAUSE_SECONDS
+            self._rests_until = here().now() + PAUSE_SECONDS
         except (EOFError, OSError):  # The server died: ask through Ray.
             pass
         else:
@@ -530,7 +529,7 @@ class WorkerActor:
         if processes > 1:  # Before arrays arrive, with which JAX would start.
             jax.distributed.initialize(coordinator, processes, process)
         told = _Notice()
-        given = import_ray().get(start[0])
+        given = here().ray().get(start[0])
         worker_fn, connection, params, inner, agreement, options = given
         if processes > 1:
             connection = GroupConnection(connection, _own_host())
@@ -555,7 +554,7 @@ class WorkerActor:
 
 
 def _own_host() -> str:
-    return import_ray().util.get_node_ip_address()
+    return here().ray().util.get_node_ip_address()
 
 
 class _Notice:
@@ -564,9 +563,9 @@ class _Notice:
     def __init__(self) -> None:
         self.worker: Worker | None = None
         self.came: bool = False  # while the worker starts, too
-        signal.signal(signal.SIGTERM, self._hear)
+        here().on_notice(self._hear)
 
-    def _hear(self, *_: object) -> None:
+    def _hear(self) -> None:
         self.came = True
         if self.worker is not None:
             self.worker.preempted = True
@@ -580,7 +579,7 @@ def naming_what_cannot_be_sent(**things: object) -> Iterator[None]:
     except Exception:
         for name, thing in things.items():
             try:
-                import_ray().cloudpickle.dumps(thing)
+                here().ray().cloudpickle.dumps(thing)
             except Exception as error:
                 raise TypeError(
                     f"{name} cannot be sent to another process: {str(error)[:200]}. "
@@ -593,16 +592,3 @@ def _raised(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def import_ray() -> Any:
-    """Import Ray, or say what to install."""
-    # Of a death the log has one line of ours; Ray's own is in its raylet's log.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            "oxs.runtime.run needs Ray: pip install 'optx-sync[ray]'."
-        ) from error
-    return ray

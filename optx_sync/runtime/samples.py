@@ -2,11 +2,11 @@
 """Ranges of samples that workers lease, so that each sample of an epoch counts once."""
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from optx_sync.core.checks import integer
+from optx_sync.runtime.system import here
 
 
 class Lease(NamedTuple):
@@ -101,11 +101,9 @@ class Ledger:
     that are done, or that another worker holds, is not to be absorbed (`may_count`).
     """
 
-    def __init__(
-        self, samples: Samples | None, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, samples: Samples | None):
         self.samples = samples
-        self.clock = clock
+        self.clock: Callable[[], float] = here().now
         self._next: int = 0  # ranges from this one on have not been handed out
         self._free: set[int] = set()  # of those before it
         self._held: dict[int, int] = {}  # range -> worker, or `MEETING`

@@ -7,8 +7,6 @@ applied once however often it is sent. `protocol` decides what is applied when;
 """
 
 import pathlib
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +40,7 @@ from optx_sync.runtime.messages import (
 from optx_sync.runtime.parts import PartsLayout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Request
 from optx_sync.runtime.samples import Lease, Ledger, Samples
+from optx_sync.runtime.system import here
 
 # Seconds that a worker may wait for its token before it must ask again: few, since the
 # worker may have died.
@@ -135,7 +134,7 @@ class Server:
         self._serve = lambda part: way.serve(part, inner, copy_replies)
         self._held: list[Held] = []
         self.num_workers = num_workers
-        self._changed = threading.Condition()
+        self._changed: Any = here().condition()
         self._checkpoints: Checkpoints | None = None
         if checkpoint_dir is not None:
             folder = Checkpoints.path_of(checkpoint_dir)
@@ -143,7 +142,7 @@ class Server:
                 set_aside(folder)
             self._checkpoints = Checkpoints(folder)
         every = checkpoint_every if self._checkpoints else 0
-        epoch = time.time_ns()  # A later start has a higher number.
+        epoch = here().stamp()  # A later start has a higher number.
         self._book: Book = protocol.new_book(num_workers, len(self.parts), epoch, every)
         self._local_steps: list[int] = [0] * num_workers
         # For each worker's successor: notes of its program.
@@ -286,6 +285,7 @@ class Server:
         with self._changed:
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
+            self._heard[worker] += 1
             for held in self._held:
                 held.settle()
             self._count_samples()
@@ -300,9 +300,9 @@ class Server:
 
     def _wait(self, held: Held, waits: Callable[[], bool], seconds: float) -> None:
         """Wait while this holds; a meeting may close meanwhile, by the clock."""
-        end, step = time.monotonic() + seconds, held.global_step
+        end, step = here().now() + seconds, held.global_step
         while True:
-            pause, left = held.settle(), end - time.monotonic()
+            pause, left = held.settle(), end - here().now()
             if left <= 0 or not waits():
                 break
             self._changed.wait(min(left, pause))
@@ -627,7 +627,7 @@ class Server:
     ) -> None:
         """Add an event, of which `more` are further fields."""
         event = Event(
-            kind, int(worker), 0, 0, self.global_step, 0, time.time(), {},
+            kind, int(worker), 0, 0, self.global_step, 0, here().stamp() / 1e9, {},
             part=self.parts[0],
         )._replace(**more)  # fmt: skip
         if push is not None:

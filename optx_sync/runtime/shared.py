@@ -66,7 +66,7 @@ class SharedLine:
     def __init__(self, begins: bool = False):
         self._begins: bool = begins
         # Whether the other end can map this end's memory and should answer through it.
-        self.near: bool = begins and hasattr(os, "memfd_create")
+        self.near: bool = begins
         self.busy: bool = False  # whether an answer is awaited
         self._own: Memory | None = None
         self._others: tuple[Address, memoryview] | None = None

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, SupportsFloat
@@ -25,6 +24,7 @@ from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
+from optx_sync.runtime.system import here
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 # How many ranges of samples a worker leases at once.
@@ -188,7 +188,7 @@ class Worker:
         joined = self.pull()
         self.restarts: int = joined.restarts
         while synchronous and not connection.everyone_joined():
-            time.sleep(0.02)
+            here().sleep(0.02)
 
     @property
     def params(self) -> Tree:
@@ -285,7 +285,7 @@ class Worker:
         """Lease ranges, once all others have said what they hold."""
         lease = self.connection.lease
         while (found := lease(self.index, self.incarnation, holds, count)) is None:
-            time.sleep(0.02)
+            here().sleep(0.02)
         return found
 
     def _holds(self) -> list[int]:
@@ -386,7 +386,7 @@ class Worker:
     def _set_out(
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
-        begin = time.perf_counter()
+        begin = here().now()
         pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
         self._paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
@@ -454,7 +454,7 @@ class Worker:
             self.staleness = reply.staleness
             self._own.land(part, reply, self._place)
         if not answers:
-            self._sent, self._seconds = None, time.perf_counter() - sent.begin
+            self._sent, self._seconds = None, here().now() - sent.begin
         if refused is not None:
             raise refused
 
@@ -463,7 +463,7 @@ class Worker:
         self._torn: bool = True
         joined = self.connection.join(self.index)
         # When it pushed last: the step, and the time.
-        self._paced: tuple[int, float] = joined.local_step, time.perf_counter()
+        self._paced: tuple[int, float] = joined.local_step, here().now()
         self._sent: _Sent | None = None
         # Ranges of samples: of the next step, of later ones, and of those made since
         # the last push to the first server.

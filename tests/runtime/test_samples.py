@@ -28,7 +28,9 @@ def test_each_range_is_absorbed_once_in_any_order_of_events(seed):
     samples = Samples(total=47, batch=3, epochs=2)
 
     def begin():
-        return Ledger(samples, clock=lambda: seconds[0])
+        ledger = Ledger(samples)
+        ledger.clock = lambda: seconds[0]
+        return ledger
 
     ledger, counts = begin(), np.zeros(2 * samples.ranges, int)
     holds: list[list[int]] = [[] for _ in range(WORKERS)]

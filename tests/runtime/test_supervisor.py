@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Push, PushRefused, ray_actors, server
+from optx_sync.runtime import Push, PushRefused, ray_actors, server, system
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 from optx_sync.runtime.shared import SharedLine
+from optx_sync.runtime.system import System, using
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
 # worker_fn, connection, parameters, inner, agreement, options
@@ -83,14 +84,26 @@ class RayHere:
         return [ref for ref in refs if ref.done], [ref for ref in refs if not ref.done]
 
 
+class SystemHere(System):
+    """Ray's stand-in, and a clock that a test may set."""
+
+    def __init__(self):
+        self.stands: RayHere = RayHere()
+        self.seconds: float | None = None
+
+    def ray(self):
+        return self.stands
+
+    def now(self):
+        return super().now() if self.seconds is None else self.seconds
+
+
 @pytest.fixture(name="ray")
 def here(monkeypatch):
-    ray = RayHere()
-    for module in (on_ray, ray_actors):
-        monkeypatch.setattr(module, "import_ray", lambda: ray)
     told = types.SimpleNamespace(add=lambda *_: None)
     monkeypatch.setattr(on_ray, "Metrics", lambda: told)
-    return ray
+    with using(SystemHere()):
+        yield system.here().ray()
 
 
 def servers_of(number, workers=1, **settings):
@@ -168,11 +181,10 @@ def test_a_group_is_lost_as_a_whole_and_for_what_happened_first(ray):
     assert not supervisor.returned and len(ray.killed) == 2
 
 
-def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
+def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray):
     """A server that was frozen answers the supervisor before it hears its workers."""
-    clock = types.SimpleNamespace(now=0.0, time=lambda: 0.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(on_ray, "time", clock)
+    clock: Any = system.here()
+    clock.seconds = 0.0
     connection = servers_of(1)
     (server,) = connection.servers
     supervisor, events = supervisor_of(ray, connection, worker_timeout=3.0)
@@ -181,7 +193,7 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
 
     def passes(seconds, step=0.25):
         for _ in range(round(seconds / step)):
-            clock.now += step
+            clock.seconds += step
             events.collect()
             supervisor._kill_who_hangs()
 
@@ -273,13 +285,14 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]
 
 
-def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
+def test_a_worker_joins_servers_whose_clocks_differ(ray):
     """The first server hands out incarnations, and came back with a clock behind."""
     connection = servers_of(2)
     before = connection.join(0)
-    behind = types.SimpleNamespace(time=lambda: 0.0, time_ns=lambda: 10)
-    monkeypatch.setattr(server, "time", behind)
-    connection.servers[0].actor = servers_of(2).servers[0].actor
+    behind: Any = SystemHere()
+    behind.stamp = lambda: 10
+    with using(behind):
+        connection.servers[0].actor = servers_of(2).servers[0].actor
     joined = connection.join(0)
     assert joined.incarnation > before.incarnation
     for part in (0, 1):

@@ -3,7 +3,6 @@
 
 import functools
 import itertools
-import time
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.runtime.samples import Outcome
+from optx_sync.runtime.system import here
 
 
 class CodedAnswers:
@@ -39,7 +39,7 @@ class CodedAnswers:
         self.variables = variables
         self.known: dict[int, tuple[int, Tree]] = {}  # by worker: (answer, center)
         # Answers of all servers of a run have different numbers.
-        self._numbers = itertools.count(time.time_ns())
+        self._numbers = itertools.count(here().stamp())
         self._encode: Any = jax.jit(self._run_encode)
         self._plus = coded.compile_plus_decoded(exchange)
 

@@ -2,7 +2,6 @@
 """Meetings that several workers share: contributions wait until enough have come."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from optx_sync.runtime.agreements.own import Terms
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.samples import MEETING, Outcome
+from optx_sync.runtime.system import here
 
 # The axis of the contributions to one meeting.
 AXIS = "contributions"
@@ -46,7 +46,7 @@ class Meetings(Center):
         super().__init__(params, terms, copy_replies=False)
         self.quorum: Quorum = terms.meet
         self.delay: int = terms.delay
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = here().now
         self.merge: Exchange = check_exchange(terms.meet.merge, all_reduce())
         self.came: list[Push] = []  # to the meeting that is open
         self.left: set[int] = set()

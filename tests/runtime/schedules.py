@@ -1,0 +1,482 @@
+"""Drawn schedules of a run: what goes wrong when is drawn from a seed, and judged.
+
+    python -m tests.runtime.schedules --seconds 3600 --seed 0
+
+Each step of a worker has a ticket, and its gradient adds to the element of that number
+alone. So the center shows of each step whether it is in it, once, and in all parts.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import logging
+import random
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import optx_sync as oxs
+from optx_sync.runtime import ray as on_ray
+from optx_sync.runtime import server as at_server
+from optx_sync.runtime import system
+from optx_sync.runtime import worker as at_worker
+from optx_sync.runtime.messages import Pending, PushRefused
+from tests.runtime.world import Disk, Faults, World
+
+TICKETS = 512
+RULE = oxs.rules.local_sgd()
+INNER = optax.sgd(1.0)
+KINDS = (
+    "worker dies", "server dies", "worker freezes", "server freezes", "notice",
+    "no place", "lost", "twice", "slow", "disk full", "damaged", "half", "skew",
+)  # fmt: skip
+HEALS = 8.0  # the second from which on nothing new goes wrong
+# What a hundred schedules are to have seen.
+MARKS = (
+    "a worker died", "a server died", "a worker froze", "a server froze", "a notice",
+    "no place", "a request is lost", "an answer is lost", "a request comes twice",
+    "a slow message", "the disk is full", "a save is damaged", "a save is not finished",
+    "it dies right after a save", "dropped", "lost", "short", "retry", "restored",
+    "a late contribution after a restart", "two deaths of a server", "samples",
+)  # fmt: skip
+
+
+def by_name(path: Any, _: Any) -> int:
+    """A part for each array."""
+    return "ab".index(path[0].key)
+
+
+@dataclasses.dataclass
+class Drawn:
+    """The settings of a run and what goes wrong, as a seed has them."""
+
+    seed: int
+    workers: int
+    servers: int
+    parts: bool
+    delay: int
+    period: int
+    meet: Any
+    code: bool
+    samples: int  # ranges, or 0
+    steps: int
+    every: int
+    timeout: float | None
+    kinds: tuple[str, ...]
+    faults: list[tuple[float, str, int, float]]  # (when, kind, who, how long)
+    core: set[int]
+
+
+def draw(seed: int) -> Drawn:
+    """The schedule of a seed; half of the kinds of fault are off."""
+    rng = random.Random(seed)
+    workers = rng.choice([1, 2, 2, 3, 3, 4, 5])
+    servers = rng.choice([1, 1, 2])
+    parts = rng.random() < 0.4
+    meet = None
+    if workers > 1 and rng.random() < 0.6:
+        merge = oxs.exchange.median() if rng.random() < 0.15 else None
+        grace = rng.choice([0.0, 0.0, 0.5])
+        meet = oxs.runtime.quorum(
+            rng.randint(2, workers), grace, merge=merge, patience=5.0
+        )
+    samples = rng.choice([0, 0, 20, 40])
+    delay = 0 if samples else rng.choice([0, 0, 1])
+    period = rng.choice([2, 4]) if parts else rng.choice([1, 2, 3])
+    kinds = tuple(kind for kind in KINDS if rng.random() < 0.5)
+    faults = []
+    for kind in KINDS[:6]:
+        for _ in range(rng.choice([1, 1, 2]) if kind in kinds else 0):
+            who = rng.randrange(servers if "server" in kind else workers)
+            long = rng.choice([0.5, 3.0, 1e9])
+            faults.append((HEALS * rng.random(), kind, who, long))
+    return Drawn(
+        seed, workers, servers, parts, delay, period, meet,
+        code=rng.random() < 0.2, samples=samples, steps=rng.randint(4, 12),
+        every=rng.choice([1, 3, 10]), timeout=rng.choice([None, 4.0]), kinds=kinds,
+        faults=faults, core={w for w in range(workers) if rng.random() < 0.6} or {0},
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Sent:
+    """A push as its worker has sent it, and what it was told of it."""
+
+    worker: int
+    life: int
+    part: int
+    server: int
+    number: int
+    tickets: list[int]
+    told: str = "nothing"  # "used", "dropped", "refused"
+    order: int = 0  # of the answer
+
+
+class Told:
+    """The ledger outside: what was sent, and what its sender was told."""
+
+    def __init__(self, drawn: Drawn):
+        self.drawn = drawn
+        self.sent: list[Sent] = []
+        self.lost: Counter[int] = Counter()  # by life
+        self.lives = 0
+        self.tickets = drawn.samples
+        self.answers = 0
+        self.returned: set[int] = set()
+
+    def ticket(self) -> int:
+        self.tickets += 1
+        assert self.tickets <= TICKETS, "more steps than tickets"
+        return self.tickets - 1
+
+
+class Recorder:
+    """A worker's connection, which notes what goes through it."""
+
+    def __init__(self, connection: Any, told: Told, index: int):
+        self._connection, self._told, self._index = connection, told, index
+        self._life = told.lives
+        told.lives += 1
+        self.since: dict[int, list[int]] = defaultdict(list)
+        self._made: list[int] = []
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def made(self, ticket: int) -> None:
+        for part in range(len(self.layout.owners)):
+            self.since[part].append(ticket)
+
+    def send(self, push):
+        told, tickets = self._told, self.since.pop(push.part, [])
+        one = Sent(
+            self._index, self._life, push.part, self.layout.owners[push.part],
+            push.round, tickets,
+        )  # fmt: skip
+        told.sent.append(one)
+        pending = self._connection.send(push)
+
+        def answer():
+            try:
+                reply = pending()
+            except PushRefused:
+                one.told = "refused"
+                self.since[push.part] = tickets + self.since[push.part]
+                raise
+            told.answers += 1
+            one.told, one.order = "used" if reply.used else "dropped", told.answers
+            told.lost[self._life] += reply.lost
+            # The steps made meanwhile are overwritten.
+            self.since.pop(push.part, None)
+            return reply
+
+        return Pending(answer, pending.is_there, pending.hand_in)
+
+
+def gradient(ticket: int) -> Any:
+    one = np.zeros(TICKETS, np.float32)
+    one[ticket] = -1.0
+    return {"a": one, "b": one}
+
+
+PARAMS = {"a": np.zeros(TICKETS, np.float32), "b": np.zeros(TICKETS, np.float32)}
+
+
+def program(drawn: Drawn, told: Told, rng: random.Random):
+    """The worker's program of a schedule."""
+    pace = [rng.choice([0.05, 0.1, 0.4]) for _ in range(drawn.workers)]
+
+    def worker_fn(worker):
+        recorder = Recorder(worker.connection, told, worker.index)
+        worker.connection = recorder
+
+        def step(ticket):
+            recorder.made(ticket)
+            system.here().sleep(pace[worker.index])
+            worker.step(gradient(ticket))
+
+        if drawn.samples:
+            for lease in worker.samples():
+                step(lease.number)
+        else:
+            while worker.local_step < drawn.steps:
+                step(told.ticket())
+        worker.flush()
+        told.returned.add(worker.index)
+
+    return worker_fn
+
+
+# Programs are compiled once for all schedules of equal settings, not once a worker.
+_first: dict[Any, Any] = {}
+
+
+def shared(key: Any, made: Any) -> Any:
+    """The first object of a kind lends its compiled functions to all later ones."""
+    first = _first.setdefault(key, made)
+    for name, value in vars(first).items():
+        kind = type(value).__name__
+        if kind in ("PjitFunction", "Sharing", "ExpectedCodes"):
+            setattr(made, name, value)
+    return made
+
+
+def way_of(agreement: Any, settings: Any, real: Any = at_server.way_of) -> Any:
+    way, key = real(agreement, settings), settings
+
+    def serve(part, inner, copy_replies):
+        shapes = repr(jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: part)))
+        return shared((key, shapes), way.serve(part, inner, copy_replies))
+
+    def work(shapes, inner, layout):
+        return shared((key, "work"), way.work(shapes, inner, layout))
+
+    return way._replace(serve=serve, work=work)
+
+
+@contextlib.contextmanager
+def patched(world: World):
+    """Put the schedule's disk, and what is compiled already, in their places."""
+    places = [
+        (at_server, "Checkpoints", Disk), (at_server, "way_of", way_of),
+        (at_worker, "way_of", way_of), (on_ray, "Metrics", Nothing),
+    ]  # fmt: skip
+    before = [getattr(module, name) for module, name, _ in places]
+    Disk.world = world
+    for module, name, value in places:
+        setattr(module, name, value)
+    log = logging.getLogger("optx_sync.runtime")
+    handler, level = logging.NullHandler(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.CRITICAL)
+    try:
+        with system.using(world):
+            yield
+    finally:
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+class Nothing:
+    def add(self, *_):
+        pass
+
+
+def strike(world: World, drawn: Drawn, told: Told, kind: str, who: int, long: float):
+    """One thing goes wrong."""
+    servers = [x for x in world.actors if x.is_server]
+    workers = [
+        x for x in world.actors
+        if not x.is_server and not x.over and x.process and x.process.alive
+        and running_as(x) == who
+    ]  # fmt: skip
+    actor = servers[who] if "server" in kind else (workers or [None])[0]
+    if actor is None or actor.process is None or not actor.process.alive:
+        return
+    if kind == "worker dies":
+        world.marks["a worker died"] += 1
+        actor.die()
+    elif kind == "server dies":
+        world.marks["a server died"] += 1
+        if actor.restarted:
+            world.marks["two deaths of a server"] += 1
+        actor.die()
+    elif kind.endswith("freezes"):
+        world.marks[f"a {kind.split()[0]} froze"] += 1
+        world.freeze(actor.process, None if long > 1e6 else long)
+    elif kind == "notice" and actor.process.notice is not None:
+        world.marks["a notice"] += 1
+        hear = actor.process.notice
+        hear()
+
+
+def running_as(actor: Any) -> int:
+    return actor.index if actor.index is not None else -1
+
+
+def run(seed: int, marks: Counter[str] | None = None) -> World:
+    """Run the schedule of a seed and judge it; raises where it is not as it should."""
+    drawn = draw(seed)
+    world, told = World(seed), Told(drawn)
+    rng = world.random
+    has = drawn.kinds.__contains__
+    if has("skew"):
+        world.skews = (0.0, -3e4, 50.0)
+
+    def heal():
+        world.faults = Faults()
+        for actor in world.actors:
+            if actor.process is None or not actor.process.frozen:
+                continue
+            if actor.is_server or running_as(actor) in drawn.core:
+                world.thaw(actor.process)
+        world.healed = True
+
+    world.healed = False
+
+    def begin_faults():
+        share = lambda kind, x: x if has(kind) else 0.0  # noqa: E731
+        world.faults = Faults(
+            share("lost", 0.05), share("twice", 0.05), share("slow", 0.03),
+            share("disk full", 0.2), share("damaged", 0.2), share("half", 0.08),
+        )  # fmt: skip
+        for when, kind, who, long in drawn.faults:
+            world.at(
+                when, lambda k=kind, w=who, n=long: strike(world, drawn, told, k, w, n)
+            )
+        world.at(HEALS, heal)
+
+    def start_seconds(actor):
+        if actor.is_server:
+            return 0.1 if not actor.restarted else 0.3 + rng.random()
+        if has("no place") and not world.healed and rng.random() < 0.3:
+            world.marks["no place"] += 1
+            return HEALS + rng.choice([0.0, 30.0])
+        return 0.05 + 0.2 * rng.random()
+
+    world.start_seconds = start_seconds
+
+    def ends_of_core():
+        """Once the core has ended, the rest is thawed, so that the run can end."""
+        if drawn.core <= told.returned:
+            for actor in world.actors:
+                if actor.process is not None and actor.process.frozen:
+                    world.thaw(actor.process)
+        world.at(0.5, ends_of_core)
+
+    def main():
+        begin_faults()
+        world.at(0.5, ends_of_core)
+        options = {}
+        if drawn.samples:
+            options["samples"] = oxs.runtime.Samples(drawn.samples, 1)
+        if drawn.code:
+            options["exchange"] = CODE
+        return oxs.runtime.run(
+            program(drawn, told, rng), PARAMS, INNER, RULE,
+            num_workers=drawn.workers, num_servers=drawn.servers,
+            communication_period=drawn.period, delay=drawn.delay, meet=drawn.meet,
+            fragments=by_name if drawn.parts else None,
+            checkpoint_dir="/nowhere/run", checkpoint_every=drawn.every,
+            worker_timeout=drawn.timeout, **options,
+        )  # fmt: skip
+
+    with patched(world):
+        center, history = world.run(main)
+        judge(world, drawn, told, center, history)
+    world.marks.update(kind for kind, _ in history.counts)
+    if drawn.samples:
+        world.marks["samples"] += 1
+    if marks is not None:
+        marks.update(world.marks)
+    return world
+
+
+CODE = oxs.exchange.quantized(8)
+
+
+def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> None:
+    """Raise where the center and what was told are not of one another."""
+    of_part = [np.asarray(center[name]) for name in "ab"]
+    several = drawn.parts or drawn.servers > 1
+    merges = drawn.meet is not None and drawn.meet.merge is not None
+    if merges:
+        return
+    shares: dict[int, list[float]] = defaultdict(list)
+    missing: Counter[int] = Counter()
+    newest: dict[tuple[int, int], int] = {}
+    for one in told.sent:
+        if one.told in ("used", "dropped"):
+            key = one.life, one.server
+            newest[key] = max(newest.get(key, 0), one.order)
+    whole = 1 / drawn.workers if drawn.meet is None else None
+    for one in told.sent:
+        leaves = of_part if not several else [of_part[one.part]]
+        for leaf in leaves:
+            found = leaf[one.tickets]
+            if not one.tickets:
+                continue
+            assert np.ptp(found) < 1e-3 or drawn.samples, f"torn: {one} {found}"
+            share = float(found[0])
+            if drawn.samples:
+                continue
+            assert share > -1e-3, f"below nothing: {one} {found}"
+            if whole is not None:
+                ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
+                assert ok, f"not once: {one} {found}"
+            if one.told in ("dropped", "refused"):
+                assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
+        if drawn.samples or not one.tickets:
+            continue
+        share = float(leaves[0][one.tickets[0]])
+        shares[one.part].append(share)
+        gone = one.told == "used" and abs(share) < 1e-3
+        if gone and one.order < newest[one.life, one.server]:
+            missing[one.life] += 1
+    for life, number in missing.items():
+        assert number <= told.lost[life], (
+            f"untold: of life {life} {number} pushes are gone, and it was told of "
+            f"{told.lost[life]}"
+        )
+    if drawn.samples:
+        first = of_part[0] if several else of_part[0]
+        servers = [x for x in world.actors if x.is_server]
+        owner = servers[0].last._server
+        name = "ab"[owner.parts[0]] if several else "a"
+        first = np.asarray(center[name])
+        counted = first[: drawn.samples]
+        assert (counted > 1e-3).all(), f"not counted: {np.flatnonzero(counted < 1e-3)}"
+        if whole is not None:
+            twice = np.flatnonzero(counted > whole + 1e-3)
+            assert not twice.size, f"counted twice: {twice} {counted[twice]}"
+    elif drawn.meet is not None:
+        for part in range(2 if several else 1):
+            servers = [x for x in world.actors if x.is_server]
+            for actor in servers:
+                server = actor.last._server
+                if part in server.parts:
+                    steps = server._held[server.parts.index(part)].global_step
+                    total = sum(shares[part])
+                    empty = sum(
+                        1 for s in told.sent if s.part == part and not s.tickets
+                    )
+                    assert total <= steps + 1e-2 and total >= steps - empty - 1e-2, (
+                        f"part {part}: {steps} meetings hold {total} of their means"
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--number", type=int, default=10**9)
+    options = parser.parse_args()
+    begin, seed, marks, failed = time.monotonic(), options.seed, Counter(), []
+    while (
+        time.monotonic() - begin < options.seconds
+        and seed - options.seed < options.number
+    ):
+        try:
+            run(seed, marks)
+        except Exception as error:
+            failed.append(seed)
+            print(
+                f"seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True
+            )
+        seed += 1
+    seconds = time.monotonic() - begin
+    print(f"{seed - options.seed} schedules in {seconds:.0f} s, failed: {failed}")
+    for mark, number in sorted(marks.items()):
+        print(f"  {number:6d} {mark}")
+    print("never seen:", [mark for mark in MARKS if not marks[mark]])
+
+
+if __name__ == "__main__":
+    main()
