@@ -285,7 +285,7 @@ class Worker:
         """Lease ranges, once all others have said what they hold."""
         lease = self.connection.lease
         while (found := lease(self.index, self.incarnation, holds, count)) is None:
-            here().sleep(0.02)
+            here().sleep(0.1)
         return found
 
     def _holds(self) -> list[int]:

@@ -21,12 +21,12 @@ import numpy as np
 import optax
 
 import optx_sync as oxs
+from optx_sync.runtime import parts, ray_actors, system
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime import server as at_server
-from optx_sync.runtime import system
 from optx_sync.runtime import worker as at_worker
 from optx_sync.runtime.messages import Pending, PushRefused
-from tests.runtime.world import Disk, Faults, World
+from tests.runtime.world import Disk, Faults, Process, World
 
 TICKETS = 512
 RULE = oxs.rules.local_sgd()
@@ -70,24 +70,37 @@ class Drawn:
     kinds: tuple[str, ...]
     faults: list[tuple[float, str, int, float]]  # (when, kind, who, how long)
     core: set[int]
+    weighs: bool  # whether contributions that are stale by 2 are dropped
+    flushes: bool
+    resumes: bool  # whether a second run goes on with other numbers
 
 
-def draw(seed: int) -> Drawn:
-    """The schedule of a seed; half of the kinds of fault are off."""
-    rng = random.Random(seed)
+def draw(seed: int, settings: int | None = None) -> Drawn:
+    """The schedule of a seed; half of the kinds of fault are off.
+
+    Args:
+        seed: Of what goes wrong, and of the settings if `settings` is `None`.
+        settings: Of the settings for which programs are compiled.
+    """
+    rng = random.Random(seed if settings is None else settings)
     workers = rng.choice([1, 2, 2, 3, 3, 4, 5])
     servers = rng.choice([1, 1, 2])
     parts = rng.random() < 0.4
     meet = None
     if workers > 1 and rng.random() < 0.6:
-        merge = oxs.exchange.median() if rng.random() < 0.15 else None
-        grace = rng.choice([0.0, 0.0, 0.5])
-        meet = oxs.runtime.quorum(
-            rng.randint(2, workers), grace, merge=merge, patience=5.0
-        )
-    samples = rng.choice([0, 0, 20, 40])
-    delay = 0 if samples else rng.choice([0, 0, 1])
+        k, grace = rng.randint(2, workers), rng.choice([0.0, 0.0, 0.5])
+        merges = [oxs.exchange.median(), oxs.exchange.trimmed_mean(1)][
+            : 1 if k < 3 else 2
+        ]
+        merge = rng.choice(merges) if rng.random() < 0.2 else None
+        meet = oxs.runtime.quorum(k, grace, merge=merge, patience=5.0)
+    takes = rng.random() < 0.5
+    delay = 0 if takes else rng.choice([0, 0, 1])
     period = rng.choice([2, 4]) if parts else rng.choice([1, 2, 3])
+    code = rng.random() < 0.2
+    weighs = meet is None and rng.random() < 0.3
+    rng = random.Random(seed)
+    samples = rng.choice([20, 40]) if takes else 0
     kinds = tuple(kind for kind in KINDS if rng.random() < 0.5)
     faults = []
     for kind in KINDS[:6]:
@@ -97,9 +110,10 @@ def draw(seed: int) -> Drawn:
             faults.append((HEALS * rng.random(), kind, who, long))
     return Drawn(
         seed, workers, servers, parts, delay, period, meet,
-        code=rng.random() < 0.2, samples=samples, steps=rng.randint(4, 12),
+        code=code, samples=samples, steps=rng.randint(4, 12),
         every=rng.choice([1, 3, 10]), timeout=rng.choice([None, 4.0]), kinds=kinds,
         faults=faults, core={w for w in range(workers) if rng.random() < 0.6} or {0},
+        weighs=weighs, flushes=rng.random() < 0.7, resumes=rng.random() < 0.3,
     )  # fmt: skip
 
 
@@ -114,6 +128,7 @@ class Sent:
     number: int
     tickets: list[int]
     told: str = "nothing"  # "used", "dropped", "refused"
+    epoch: int = 0  # of the server that answered
     order: int = 0  # of the answer
 
 
@@ -170,6 +185,7 @@ class Recorder:
                 raise
             told.answers += 1
             one.told, one.order = "used" if reply.used else "dropped", told.answers
+            one.epoch = self._connection._clients[self._index, one.server].epoch
             told.lost[self._life] += reply.lost
             # The steps made meanwhile are overwritten.
             self.since.pop(push.part, None)
@@ -206,7 +222,8 @@ def program(drawn: Drawn, told: Told, rng: random.Random):
         else:
             while worker.local_step < drawn.steps:
                 step(told.ticket())
-        worker.flush()
+        if drawn.flushes:
+            worker.flush()
         told.returned.add(worker.index)
 
     return worker_fn
@@ -227,7 +244,7 @@ def shared(key: Any, made: Any) -> Any:
 
 
 def way_of(agreement: Any, settings: Any, real: Any = at_server.way_of) -> Any:
-    way, key = real(agreement, settings), settings
+    way, key = real(agreement, settings), (agreement, settings)
 
     def serve(part, inner, copy_replies):
         shapes = repr(jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: part)))
@@ -239,13 +256,23 @@ def way_of(agreement: Any, settings: Any, real: Any = at_server.way_of) -> Any:
     return way._replace(serve=serve, work=work)
 
 
+@functools.cache
+def _lay_out(fragments: Any, num_servers: int) -> Any:
+    return parts.lay_out(PARAMS, fragments, num_servers)
+
+
+def lay_out(_: Any, fragments: Any, num_servers: int = 1) -> Any:
+    """Parameters are the same in all schedules."""
+    return _lay_out(fragments, num_servers)
+
+
 @contextlib.contextmanager
 def patched(world: World):
     """Put the schedule's disk, and what is compiled already, in their places."""
-    places = [
-        (at_server, "Checkpoints", Disk), (at_server, "way_of", way_of),
-        (at_worker, "way_of", way_of), (on_ray, "Metrics", Nothing),
-    ]  # fmt: skip
+    places = [(at_server, "Checkpoints", Disk), (on_ray, "Metrics", Nothing)]
+    places += [(module, "way_of", way_of) for module in (at_server, at_worker)]
+    modules = at_server, at_worker, on_ray, ray_actors
+    places += [(module, "lay_out", lay_out) for module in modules]
     before = [getattr(module, name) for module, name, _ in places]
     Disk.world = world
     for module, name, value in places:
@@ -301,9 +328,16 @@ def running_as(actor: Any) -> int:
     return actor.index if actor.index is not None else -1
 
 
-def run(seed: int, marks: Counter[str] | None = None) -> World:
+def fresh(at: Any) -> Any:
+    """A contribution that is stale by 2 or more is dropped."""
+    return jax.numpy.where(at.staleness < 2, 1.0, 0.0)
+
+
+def run(
+    seed: int, marks: Counter[str] | None = None, settings: int | None = None
+) -> World:
     """Run the schedule of a seed and judge it; raises where it is not as it should."""
-    drawn = draw(seed)
+    drawn = draw(seed, settings)
     world, told = World(seed), Told(drawn)
     rng = world.random
     has = drawn.kinds.__contains__
@@ -354,11 +388,16 @@ def run(seed: int, marks: Counter[str] | None = None) -> World:
     def main():
         begin_faults()
         world.at(0.5, ends_of_core)
+        return go(drawn)
+
+    def go(drawn):
         options = {}
         if drawn.samples:
             options["samples"] = oxs.runtime.Samples(drawn.samples, 1)
         if drawn.code:
             options["exchange"] = CODE
+        if drawn.weighs:
+            options["weigh"] = fresh
         return oxs.runtime.run(
             program(drawn, told, rng), PARAMS, INNER, RULE,
             num_workers=drawn.workers, num_servers=drawn.servers,
@@ -371,12 +410,33 @@ def run(seed: int, marks: Counter[str] | None = None) -> World:
     with patched(world):
         center, history = world.run(main)
         judge(world, drawn, told, center, history)
-    world.marks.update(kind for kind, _ in history.counts)
+        world.marks.update(kind for kind, _ in history.counts)
+        if drawn.resumes:
+            again(world, drawn, told, go)
     if drawn.samples:
         world.marks["samples"] += 1
     if marks is not None:
         marks.update(world.marks)
     return world
+
+
+def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
+    """Go on with other numbers of what may change; refused where samples would be."""
+    world.process, world.actors, world.faults = Process("driver"), [], Faults()
+    world.marks["resumed"] += 1
+    told.returned.clear()
+    if drawn.samples:
+        other = dataclasses.replace(drawn, samples=drawn.samples + 7)
+        try:
+            world.run(lambda: go(other))
+        except ValueError as error:
+            assert "counts ranges of Samples" in str(error), error
+            return
+        raise AssertionError("it went on with other samples")
+    workers = drawn.workers + (drawn.meet is not None)
+    more = dataclasses.replace(drawn, steps=drawn.steps + 5, workers=workers)
+    center, history = world.run(lambda: go(more))
+    judge(world, more, told, center, history)
 
 
 CODE = oxs.exchange.quantized(8)
@@ -392,10 +452,9 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     shares: dict[int, list[float]] = defaultdict(list)
     missing: Counter[int] = Counter()
     newest: dict[tuple[int, int], int] = {}
-    for one in told.sent:
-        if one.told in ("used", "dropped"):
-            key = one.life, one.server
-            newest[key] = max(newest.get(key, 0), one.order)
+    answered = [one for one in told.sent if one.told in ("used", "dropped")]
+    for one in sorted(answered, key=lambda one: one.order):
+        newest[one.life, one.server] = one.epoch
     whole = 1 / drawn.workers if drawn.meet is None else None
     for one in told.sent:
         leaves = of_part if not several else [of_part[one.part]]
@@ -411,14 +470,14 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
             if whole is not None:
                 ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
                 assert ok, f"not once: {one} {found}"
-            if one.told in ("dropped", "refused"):
+            if one.told == "dropped":  # What was refused is pushed again.
                 assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
         if drawn.samples or not one.tickets:
             continue
         share = float(leaves[0][one.tickets[0]])
         shares[one.part].append(share)
         gone = one.told == "used" and abs(share) < 1e-3
-        if gone and one.order < newest[one.life, one.server]:
+        if gone and one.epoch != newest[one.life, one.server]:
             missing[one.life] += 1
     for life, number in missing.items():
         assert number <= told.lost[life], (
@@ -426,14 +485,12 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
             f"{told.lost[life]}"
         )
     if drawn.samples:
-        first = of_part[0] if several else of_part[0]
-        servers = [x for x in world.actors if x.is_server]
-        owner = servers[0].last._server
-        name = "ab"[owner.parts[0]] if several else "a"
-        first = np.asarray(center[name])
-        counted = first[: drawn.samples]
+        # The first server counts ranges, by those of its parts that they came with.
+        (first, *_) = (x for x in world.actors if x.is_server)
+        leaves = [of_part[part] for part in first.last._server.parts]
+        counted = np.max(leaves, axis=0)[: drawn.samples]
         assert (counted > 1e-3).all(), f"not counted: {np.flatnonzero(counted < 1e-3)}"
-        if whole is not None:
+        if whole is not None and len(leaves) == 1:
             twice = np.flatnonzero(counted > whole + 1e-3)
             assert not twice.size, f"counted twice: {twice} {counted[twice]}"
     elif drawn.meet is not None:
@@ -457,6 +514,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, default=10**9)
+    parser.add_argument("--settings", type=int, help="how many are drawn; all if 0")
     options = parser.parse_args()
     begin, seed, marks, failed = time.monotonic(), options.seed, Counter(), []
     while (
@@ -464,7 +522,7 @@ def main() -> None:
         and seed - options.seed < options.number
     ):
         try:
-            run(seed, marks)
+            run(seed, marks, seed % options.settings if options.settings else None)
         except Exception as error:
             failed.append(seed)
             print(

@@ -131,7 +131,7 @@ class World(system.System):
     # The system.
 
     def now(self):
-        return 1000.0 + self.seconds + self.process.skew
+        return 1e5 + self.seconds + self.process.skew
 
     def stamp(self):
         return int((1e6 + self.seconds + self.process.skew) * 1e9)
@@ -448,7 +448,7 @@ class Actor:
         self.busy, self.turn = False, []
         for_good = for_good or not self.restarts
         self.over = self.over or for_good
-        early, self.early = self.early, []
+        self.early = []
         for ref in [*self.calls]:
             self.calls.pop(ref)
             kind = ActorDied if self.over else ActorError
