@@ -113,20 +113,20 @@ class Disk:
 
     def save(self, number, arrays, notes):
         kept = tuple(
-            tuple((name, x["['x']"].tobytes()) for name, x in part.items() if x)
+            tuple((name, _kept(x["['x']"])) for name, x in part.items() if x)
             for part in arrays.values()
         )
-        shape = next(iter(arrays.values()))["center"]["['x']"].shape
-        self.held[number] = kept, json.dumps([list(arrays), shape, notes])
+        self.held[number] = kept, json.dumps([list(arrays), notes])
 
     def load(self, number):
         if number in self.unreadable:
             raise Damaged(f"{number} cannot be read")
         kept, notes = self.held[number]
-        names, shape, notes = json.loads(notes)
+        names, notes = json.loads(notes)
 
         def array(x):
-            return {"['x']": np.frombuffer(x, np.float32).reshape(shape).copy()}
+            shape, numbers = x
+            return {"['x']": np.frombuffer(numbers, np.float32).reshape(shape).copy()}
 
         parts = ({name: array(x) for name, x in part} for part in kept)
         return dict(zip(names, parts, strict=True)), notes
@@ -136,6 +136,10 @@ class Disk:
 
     def put_aside(self, number):
         del self.held[number]
+
+
+def _kept(array):
+    return array.shape, array.tobytes()
 
 
 class InMemory:

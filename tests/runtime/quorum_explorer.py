@@ -30,37 +30,31 @@ class QuorumExplorer(Explorer):
         held = tuple(
             (
                 one.global_step,
-                tuple((c.worker, c.round, self.mark(c)) for c in one.came),
+                tuple((c.worker, c.round) for c in one.came),
                 tuple(sorted(one.dropped)),
                 (tuple(sorted(one.strangers)), one.restored * bool(one.strangers)),
+                one.rows["['x']"].tobytes() if one.came else b"",
             )
             for one in server._held
         )
         return held, tuple(sorted(server._left))
-
-    def mark(self, came):
-        return came.arrays["contribution"]["['x']"].tobytes()
 
     def thawed(self, number, server):
         thawed = super().thawed(number, server)
         helds, left = self.machines.things[number].held
         thawed._left = set(left)
         for held, state in zip(thawed._held, helds, strict=True):
-            step, came, dropped, (strangers, restored) = state
+            step, came, dropped, (strangers, restored), total = state
             held.strangers, held.restored = set(strangers), restored
             held.center = {k: np.asarray(x) for k, x in held.center.items()}
             held.before, held.global_step, held.took = held.center, step, {}
-            held.came = [
-                Push(worker, count, self.marked(held, mark))
-                for worker, count, mark in came
-            ]
+            held.came = [Push(worker, count, {}) for worker, count in came]
+            held.weights = [np.ones((), bool) for _ in came]
+            held.rows = {"['x']": np.zeros_like(held.rows["['x']"])}
+            if came:
+                held.rows["['x']"].flat = np.frombuffer(total, np.float32)
             held.dropped, held.left, held.closes = set(dropped), set(left), None
         return thawed
-
-    def marked(self, held, mark):
-        shape = held.center["['x']"].shape
-        values = np.frombuffer(mark, np.float32).reshape(shape)
-        return {"contribution": {"['x']": values}}
 
     def _leaves(self, machine, server, worker):
         thawed = self.thawed(machine, server)

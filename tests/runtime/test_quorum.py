@@ -252,6 +252,61 @@ def test_a_merge_is_any_exchange_over_those_that_came():
     np.testing.assert_allclose(server.center()["a"], wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_contributions_of_weight_0_are_dropped_and_leave_no_trace():
+    rule = oxs.rules.local_sgd()._replace(weigh=lambda at: at.tokens)
+    held: Any = party(rule, quorum(2), 1, 2, delay=1)[0]._held[0]
+    before = held.center
+    sent = {path: np.ones((8, 2), np.float32) for path in before}
+    for number, tokens in enumerate(((0.0, 0.0), (3.0, 0.0)), 1):
+        for w in range(2):
+            push = oxs.runtime.Push(w, number, {"contribution": sent}, tokens=tokens[w])
+            held.absorb(w, push, {})
+        assert held.dropped == {w for w in range(2) if not tokens[w]}
+        wanted = {path: x + (number == 2) for path, x in before.items()}
+        same(held.center, wanted)
+
+
+MERGES = {
+    "mean": (oxs.rules.local_sgd(), None, 0),
+    "outer": (DILOCO, None, 1),
+    "median": (DILOCO, oxs.exchange.median(), 1),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_meetings_of_any_number_are_one_program(name):
+    """Of a plain mean there is none, and what came before leaves nothing behind."""
+    rule, merge, programs = MERGES[name]
+    held: Any = party(rule, quorum(2, merge=merge), 1, delay=1)[0]._held[0]
+    for number, count in enumerate((4, 2, 3), 1):
+        meet = quorum(count, merge=merge)
+        fresh: Any = party(rule, meet, 1, delay=1)[0]._held[0]
+        fresh.center, fresh.outer = before, _ = held.center, held.outer
+        held.quorum = meet
+        for w in range(count):
+            sent = {path: TARGETS[w, number] for path in held.center}
+            for meetings in (held, fresh):
+                meetings.absorb(w, oxs.runtime.Push(w, 1, {"contribution": sent}), {})
+        assert held.global_step == number and fresh.global_step == 1
+        same(held.center, fresh.center)
+        if name == "mean":
+            wanted = before["['a']"] + TARGETS[:count, number].mean(0)
+            np.testing.assert_allclose(held.center["['a']"], wanted, rtol=1e-6)
+    assert held._meet._cache_size() == programs
+
+
+def test_one_that_comes_back_may_come_twice_to_a_merge():
+    """There are then more contributions than workers."""
+    median = oxs.exchange.median()
+    held: Any = party(DILOCO, quorum(2, merge=median), 1, 2, delay=1)[0]._held[0]
+    before = held.center["['a']"]
+    for worker, value in ((0, 1.0), (0, 2.0), (1, 6.0)):
+        sent = {path: np.full((8, 2), value, np.float32) for path in held.center}
+        held.absorb(worker, oxs.runtime.Push(worker, 1, {"contribution": sent}), {})
+    assert held.global_step == 1
+    close(held.center["['a']"], before - 0.7 * 1.9 * 2.0)
+
+
 def test_a_merge_that_needs_more_than_have_come_merges_nothing_and_says_so():
     """Where workers have left, two are enough for a meeting and not for the merge."""
     trimmed = oxs.exchange.trimmed_mean(1)
@@ -291,10 +346,12 @@ def test_nobody_waits_for_those_that_have_left():
     assert server.global_step == 3
 
 
-def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("merge", (None, oxs.exchange.median()), ids=("mean", "median"))
+def test_contributions_that_wait_are_in_a_checkpoint(merge, tmp_path):
     options: dict[str, Any] = {"checkpoint_dir": tmp_path, "delay": 1}
-    server, workers = party(DILOCO, quorum(3), 2, 3, **options)
-    other, alike = party(DILOCO, quorum(3), 2, 3, delay=1)
+    meet = quorum(3, merge=merge)
+    server, workers = party(DILOCO, meet, 2, 3, **options)
+    other, alike = party(DILOCO, meet, 2, 3, delay=1)
     for _ in range(2):
         stepped(*workers[:2])
         stepped(*alike[:2])
@@ -302,7 +359,7 @@ def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
     settings: dict[str, Any] = {
         "num_workers": 3,
         "communication_period": 2,
-        "meet": quorum(3),
+        "meet": meet,
     }
     back = Server(PARAMS, DILOCO, delay=1, checkpoint_dir=tmp_path, **settings)
     third = Worker(back, PARAMS, INNER, DILOCO, index=2, delay=1, **settings)
@@ -310,6 +367,17 @@ def test_contributions_that_wait_are_in_a_checkpoint(tmp_path):
     stepped(alike[2])
     assert back.global_step == other.global_step == 1
     same(back.center(), other.center())
+
+
+def test_what_waits_for_another_merge_is_dropped_and_told(tmp_path):
+    settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "delay": 1}
+    server, workers = party(DILOCO, quorum(3), 1, 3, **settings)
+    stepped(workers[0])
+    server.checkpoint()
+    median = quorum(3, merge=oxs.exchange.median())
+    back, _ = party(DILOCO, median, 1, 3, **settings)
+    reply = back.wait(0, timeout=0.0)
+    assert not reply.waiting and not reply.used
 
 
 def test_what_was_dropped_is_still_dropped_for_a_server_that_comes_back(tmp_path):

@@ -166,12 +166,7 @@ class Center(AtOnce):
             raise PushRefused(OVERFLOW)
         spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
-            known = {
-                "steps": np.int32(push.steps),
-                "staleness": np.int32(self.staleness(worker)),
-                "tokens": np.float32(push.tokens),
-                "num_pushed": np.int32(push.round),
-            }
+            known = said(push) | {"staleness": np.int32(self.staleness(worker))}
             center, outer, squares, counts = self._step(
                 before, self.outer, spare, self.spare_outer, sent, known
             )
@@ -300,3 +295,9 @@ class Center(AtOnce):
         self.dropped = set(notes.get("dropped", ()))
         self.global_step = int(notes["global_step"])
         self.seen = [self.applied] * self.at.num_workers
+
+
+def said(push: Push) -> dict[str, np.generic]:
+    """What a push says of its `Round`."""
+    steps, number = np.int32(push.steps), np.int32(push.round)
+    return {"steps": steps, "tokens": np.float32(push.tokens), "num_pushed": number}

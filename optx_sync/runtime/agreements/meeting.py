@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
-from optx_sync.core.trees import Tree, is_finite, where
+from optx_sync.core.trees import Tree, is_finite, times
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
-from optx_sync.runtime.agreements.center import Center
+from optx_sync.runtime.agreements.arrays import own_buffers
+from optx_sync.runtime.agreements.center import Center, said
 from optx_sync.runtime.agreements.own import Terms
+from optx_sync.runtime.agreements.pushes import bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.samples import MEETING, Outcome
@@ -24,6 +26,8 @@ from optx_sync.runtime.system import here
 
 # The axis of the contributions to one meeting.
 AXIS = "contributions"
+# What overflows is found out at the end of a meeting, which is then dropped.
+_QUIETLY = np.errstate(over="ignore", invalid="ignore")
 
 
 class Meetings(Center):
@@ -32,7 +36,10 @@ class Meetings(Center):
     A contribution that started from the center as it is waits for the others. When
     enough have come and the grace is over, their weighted mean, or what `merge` makes
     of them, is absorbed in one step. A contribution that started from another center is
-    late: it is dropped. Nothing is donated or overwritten, so answers are no copies.
+    late: it is dropped. No center is donated or overwritten, so answers are no copies.
+
+    What comes is added up, or for `merge` copied to a row of a buffer. No program
+    depends on how many have come: of thousands of arrays one takes minutes to compile.
     """
 
     center: Arrays
@@ -43,12 +50,19 @@ class Meetings(Center):
     outcomes: tuple[Outcome, ...]
 
     def __init__(self, params: Tree, terms: Terms):
-        super().__init__(params, terms, copy_replies=False)
         self.quorum: Quorum = terms.meet
+        self.merge: Exchange = check_exchange(terms.meet.merge, all_reduce())
+        self.sums: bool = terms.meet.merge is None
+        self.saved_as: str = "came_sum" if self.sums else "came_rows"
+        super().__init__(params, terms, copy_replies=False)
         self.delay: int = terms.delay
         self.clock: Callable[[], float] = here().now
-        self.merge: Exchange = check_exchange(terms.meet.merge, all_reduce())
-        self.came: list[Push] = []  # to the meeting that is open
+        self.came: list[Push] = []  # to the meeting that is open, without their arrays
+        self.weights: list[np.ndarray] = []  # of each of them
+        rows = 1 if self.sums else self.at.num_workers
+        self.rows: Arrays = {  # their weighted sum, or each of them
+            path: np.zeros((rows, *x.shape), x.dtype) for path, x in self.center.items()
+        }
         self.left: set[int] = set()
         self.before: Arrays = self.center  # around the last meeting
         self.strangers: set[int] = set()  # who has no answer of a server that came back
@@ -58,12 +72,14 @@ class Meetings(Center):
         self.closes: float | None = None  # the end of the grace, once enough have come
         self.step_seconds: float = 0.0  # of the fastest that has come
         self.sync_seconds: float = 0.0  # what the last meeting took to merge
+        self._weigh: Any = jax.jit(self._run_weigh)
+        self._contribute: Any = jax.jit(self._run_contribute)
         self._meet: Any = jax.jit(self._run_meet)
 
     @property
     def adds(self) -> bool:
-        """Never in place: an answer may still be on its way."""
-        return False
+        """Whether a mean is only added; an answer may be on its way: not in place."""
+        return self.sums and self.rule.outer is None
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Take a contribution for the meeting that is open, or drop it as late."""
@@ -72,16 +88,34 @@ class Meetings(Center):
         gone = worker in self.strangers and push.met > self.restored
         if gone or push.met not in (-1, self.global_step):
             return self.drop(worker, push)
+        arrays, known = push.arrays.get("contribution"), said(push)
+        if arrays is None:
+            arrays = self._contribute(push.arrays, self.center, known)
+        self._gather(arrays, np.asarray(self._weigh(known)))
         self.dropped.discard(worker)
         self.outcomes += (Outcome(worker, push.leases, "waits"),)
         now = self.clock()
         if not self.came:
             self.opened, self.step_seconds = now, push.step_seconds
         self.step_seconds = min(self.step_seconds, push.step_seconds)
-        # The message may be overwritten after the answer.
-        arrays = jax.tree.map(np.array, push.arrays)
-        self.came.append(push._replace(arrays=arrays))
+        self.came.append(push._replace(arrays={}))
         return self.reply_again(worker)
+
+    @_QUIETLY
+    def _gather(self, arrays: Arrays, weight: np.ndarray) -> None:
+        """Add a contribution to what has come; its message may be overwritten then."""
+        place = 0 if self.sums else len(self.weights)
+        for path, rows in self.rows.items():
+            if place == len(rows):  # Who died may come twice.
+                rows = self.rows[path] = np.concatenate([rows, np.zeros_like(rows)])
+            row, x = rows[place, ...], np.asarray(arrays[path])
+            if self.sums and weight != 1:  # With 0 it leaves no trace, NaN or not.
+                x = x * weight.astype(x.dtype) if weight else np.zeros_like(x)
+            if self.sums and self.weights:
+                np.add(row, x, out=row)
+            else:
+                np.copyto(row, x)
+        self.weights.append(weight)
 
     def drop(self, worker: int, push: Push) -> Reply:
         """Answer a push that comes to no meeting."""
@@ -119,13 +153,14 @@ class Meetings(Center):
 
     def _close(self, now: float) -> None:
         came, self.came, self.closes = self.came, [], None
+        weights, self.weights = self.weights, []
         counts, needs = [False for _ in came], self.merge.needs
         try:
             if len(came) < needs:
                 what = f"nothing was merged of {len(came)}, for merge= needs {needs}"
                 self.short += (f"{what}: all are dropped",)
-            else:
-                counts = self._merge(came)
+            elif self._merge(weights):
+                counts = [bool(weight > 0) for weight in weights]
         finally:  # Also where `merge` raises, everybody is told.
             for one, used in zip(came, counts, strict=True):
                 if not used:
@@ -134,43 +169,56 @@ class Meetings(Center):
                 self.outcomes += (Outcome(MEETING, one.leases, what),)
             self.sync_seconds = self.clock() - now
 
-    def _merge(self, came: list[Push]) -> list[bool]:
-        """The center absorbs what has come; whose contributions count."""
-        known = {
-            "steps": jnp.array([one.steps for one in came], jnp.int32),
-            "tokens": jnp.array([one.tokens for one in came], jnp.float32),
-            "num_pushed": jnp.array([one.round for one in came], jnp.int32),
-        }
-        sent = [one.arrays for one in came]
-        center, outer, finite, counts = self._meet(self.center, self.outer, sent, known)
-        self.before = self.center
-        if not finite:  # The center would overflow.
-            return [False for _ in came]
-        self.center, self.outer = center, outer
-        self.global_step += 1
-        self.applied += 1
-        return np.asarray(counts).tolist()
+    @_QUIETLY
+    def _merge(self, weights: list[np.ndarray]) -> bool:
+        """The center absorbs what has come, unless all weigh 0 or it would overflow."""
+        self.before, total = self.center, sum(map(float, weights))
+        if not total > 0:
+            return False
+        came, padded = self.rows, None
+        if self.sums:
+            came = {path: x[0, ...] for path, x in came.items()}
+            for x in came.values() if self.rule.mean_over is not None else ():
+                np.divide(x, total, out=x)
+        else:  # Of those that have not come the weight is 0.
+            rows = max(map(len, came.values()), default=len(weights))
+            padded = np.pad(weights, (0, rows - len(weights)))
+        if self.adds:
+            outer = self.outer
+            center = {p: np.asarray(self.center[p] + x) for p, x in came.items()}
+            finite = np.isfinite([*map(bound, center.values())]).all()
+        else:
+            center, outer, finite = self._meet(self.center, self.outer, came, padded)
+        if finite:
+            self.center, self.outer = center, outer
+            self.global_step += 1
+            self.applied += 1
+        return bool(finite)
 
-    def _run_meet(self, center, outer, sent, known):
-        rule, variables = self.rule, self.variables
-        before = work.Center(variables.tree(center), outer)
+    def _run_weigh(self, known):
+        factor = alone.factor_of(self.rule, self.at._replace(**known))
+        return jnp.bool_(True) if factor is None else factor
 
-        def one(sent, known):
-            at = self.at._replace(**known)
-            total = self.contribution(sent, before.value, at)
-            memory, factor = self.merge.init(total), alone.factor_of(rule, at)
-            met = self.merge.meet(total, memory, AXIS, weight=factor)
-            counts = jnp.bool_(True) if factor is None else factor > 0
-            return met.mean, jnp.asarray(met.weight, jnp.float32), counts
+    def _run_contribute(self, sent, center, known):
+        center, at = self.variables.tree(center), self.at._replace(**known)
+        return self.variables.arrays(self.contribution(sent, center, at))
 
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *sent)
-        means, weights, counts = jax.vmap(one, axis_name=AXIS)(stacked, known)
-        total, weight = jax.tree.map(lambda x: x[0], (means, weights))
-        if rule.mean_over is None:
-            total = jax.tree.map(lambda x: x * weight.astype(x.dtype), total)
-        after = alone.absorb(rule, before, total)
-        after = where(weight > 0, after, before)
-        return variables.arrays(after.value), after.outer, is_finite(after), counts
+    def _run_meet(self, center, outer, came, weights):
+        before = work.Center(self.variables.tree(center), outer)
+
+        def one(tree, weight):
+            met = self.merge.meet(tree, self.merge.init(tree), AXIS, weight=weight)
+            if self.rule.mean_over is None:
+                return jax.tree.map(lambda x: times(met.weight, x), met.mean)
+            return met.mean
+
+        total = self.variables.tree(came)
+        if not self.sums:
+            means = jax.vmap(one, axis_name=AXIS)(total, weights)
+            total = jax.tree.map(lambda x: x[0], means)
+        after = alone.absorb(self.rule, before, total)
+        held = own_buffers((self.variables.arrays(after.value), after.outer), came)
+        return *held, is_finite(after)
 
     def reply_again(self, worker: int) -> Reply:
         """The answer: the center around the meeting, once it is closed."""
@@ -211,9 +259,9 @@ class Meetings(Center):
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """The arrays and notes for a checkpoint, with the contributions that wait."""
         arrays, notes = super().save()
-        for i, one in enumerate(self.came):
-            for name, of_name in one.arrays.items():
-                arrays[f"came_{i}_{name}"] = of_name
+        if self.came:
+            count = 1 if self.sums else len(self.came)
+            arrays[self.saved_as] = {path: x[:count] for path, x in self.rows.items()}
         came = [
             (one.worker, one.steps, one.tokens, one.round, *one.leases)
             for one in self.came
@@ -229,8 +277,14 @@ class Meetings(Center):
         super().load(arrays, notes)
         self.before, self.closes, self.opened = self.center, None, self.clock()
         self.strangers, self.restored = set(range(len(self.seen))), self.global_step
-        self.came = []
-        for i, (worker, steps, tokens, number, *of) in enumerate(notes.get("came", ())):
-            sent = {name: arrays[f"came_{i}_{name}"] for name in self.traffic.sends}
-            one = Push(worker, number, sent, steps, tokens=tokens, leases=tuple(of))
+        self.came, self.weights = [], []
+        rows = arrays.get(self.saved_as)
+        for path, saved in (rows or {}).items():
+            self.rows[path] = np.concatenate([saved, self.rows[path][len(saved) :]])
+        for worker, steps, tokens, number, *of in notes.get("came", ()):
+            if rows is None:  # It waited for another merge.
+                self.dropped.add(worker)
+                continue
+            one = Push(worker, number, {}, steps, tokens=tokens, leases=tuple(of))
             self.came.append(one)
+            self.weights.append(np.asarray(self._weigh(said(one))))
