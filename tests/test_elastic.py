@@ -165,6 +165,20 @@ def test_a_save_that_is_not_what_was_saved_falls_back_to_the_one_before(
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_a_save_that_lacks_a_name_says_what_is_wrong(tmp_path):
+    """Orbax raises a KeyError of it, whose text is the bare name."""
+    with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+        state = group.restore_or_start(ONE)
+        group.position = 1
+        group.save(state)
+    for metadata in (tmp_path / "1").rglob("_METADATA"):
+        metadata.write_text(metadata.read_text().replace("key_type", "kez_type"))
+    with pytest.raises(
+        ValueError, match=r"/1 cannot be read: it lacks 'key_type': .*version\. Pass"
+    ):
+        oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)).restore_or_start(ONE)
+
+
 def test_a_save_that_another_process_cannot_read_is_taken_by_none(
     tmp_path, monkeypatch, caplog
 ):

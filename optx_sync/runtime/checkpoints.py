@@ -13,7 +13,14 @@ import jax
 import numpy as np
 
 from optx_sync.core.trees import names_of
-from optx_sync.workers.fingerprints import Damaged, by_name, compare, sealed, unsealed
+from optx_sync.workers.fingerprints import (
+    Damaged,
+    by_name,
+    compare,
+    sealed,
+    unread,
+    unsealed,
+)
 
 # The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"
@@ -169,7 +176,7 @@ class Checkpoints:
         except Damaged:
             raise
         except Exception as error:  # Orbax raises various errors for broken files.
-            raise Damaged(f"{path} cannot be read: {error}"[:500]) from error
+            raise unread(path, error) from error
         return restored, notes
 
     def delete(self, number: int) -> None:

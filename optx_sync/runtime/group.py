@@ -8,6 +8,7 @@ way, process 0 hears what servers say, and when, and tells the others.
 import pickle
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from multiprocessing import connection as sockets
 from typing import Any
@@ -22,6 +23,8 @@ from optx_sync.runtime.worker import Connection
 
 # Bytes for an address and a key; all processes must know the size of what they meet by.
 ADDRESS_BYTES = 256
+# How long process 0 listens to one who connects and does not show the key.
+GREETING_SECONDS = 10.0
 
 
 class Apart(RuntimeError):
@@ -157,12 +160,42 @@ def _connected(host: str | None) -> list[Any]:
         at, port, key = _from_the_first("").split()
         return [sockets.Client((at, int(port)), authkey=key.encode())]
     key = secrets.token_hex(16)
-    others = jax.process_count() - 1
-    with sockets.Listener(("", 0), backlog=others, authkey=key.encode()) as door:
-        _, port = door.address
-        at = host or socket.gethostbyname(socket.gethostname())
-        _from_the_first(f"{at} {port} {key}")
-        return [door.accept() for _ in range(others)]
+    at = host or socket.gethostbyname(socket.gethostname())
+    with _door(at) as door:
+        _from_the_first(f"{at} {door.getsockname()[1]} {key}")
+        return _let_in(door, jax.process_count() - 1, key.encode())
+
+
+def _door(at: str) -> socket.socket:
+    """Listen at this address alone."""
+    try:
+        return socket.create_server((at, 0), backlog=socket.SOMAXCONN)
+    except OSError:  # Others reach it there, as behind a NAT: it is not this machine's.
+        return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+
+
+def _let_in(door: socket.socket, count: int, key: bytes) -> list[Any]:
+    """So many who know the key. A stranger, as of a port scan, is hung up on."""
+    lines: list[Any] = []
+    while len(lines) < count:
+        guest, _ = door.accept()
+        line = sockets.Connection(guest.dup().detach())
+        # Who says nothing, or a byte now and then, hangs up so.
+        limit = threading.Timer(GREETING_SECONDS, guest.shutdown, [socket.SHUT_RDWR])
+        limit.daemon = True
+        limit.start()
+        try:
+            sockets.deliver_challenge(line, key)
+            sockets.answer_challenge(line, key)
+        except Exception:  # whatever its garbage leads to
+            line.close()
+        else:
+            lines.append(line)
+        finally:
+            limit.cancel()
+            limit.join()  # Then the socket, closed now, is shut down no more.
+            guest.close()
+    return lines
 
 
 def _from_the_first(text: str) -> str:

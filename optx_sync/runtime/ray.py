@@ -2,6 +2,7 @@
 """Asynchronous training on Ray: start servers and workers, replace those that die."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -381,15 +382,25 @@ class _Supervisor:
         elif here().now() - self.placing_said > SILENCE_SECONDS:
             self.placing_said = here().now()
             has, free = self.ray.cluster_resources(), self.ray.available_resources()
-            count = self.limits.processes
+            takes = {
+                name: number * self.limits.processes
+                for name, number in self.limits.needs.items()
+            }
+            # Where there is room for one more, Ray has placed all; or no one machine
+            # has so much of it.
+            room = all(free.get(name, 0) >= takes[name] for name in takes)
+            numbers = ", ".join(map(str, sorted(self.placing)))
             log.warning(
-                "The run waits for places for workers %s: each needs %s.",
-                ", ".join(map(str, sorted(self.placing))),
+                "The run waits for %s: each needs %s.%s",
+                f"the processes of workers {numbers} to start"
+                if room
+                else f"a place for workers {numbers}, or for their processes to start",
                 ", ".join(
-                    f"{number * count:g} {name} ({free.get(name, 0):g} of "
+                    f"{number:g} {name} ({free.get(name, 0):g} of "
                     f"{has.get(name, 0):g} are free)"
-                    for name, number in self.limits.needs.items()
+                    for name, number in takes.items()
                 ),
+                " If they do not start, no single machine has so much." if room else "",
             )
 
     def _launch(self, index: int) -> None:
@@ -534,12 +545,21 @@ _WHY = {
 }
 
 
+@functools.cache
+def _file() -> tuple[int, str]:
+    """Where this process files errors: open, at a name that nobody can know before."""
+    return tempfile.mkstemp(prefix="optx_sync_", suffix=".log")
+
+
 def _filed(error: BaseException) -> str:
     """Put an error, at length as Ray tells it, into a file, whose name is returned."""
-    path = pathlib.Path(tempfile.gettempdir(), f"optx_sync_{os.getpid()}.log")
-    with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(f"{time.ctime()}\n{''.join(traceback.format_exception(error))}\n")
-    return str(path)
+    text = f"{time.ctime()}\n{''.join(traceback.format_exception(error))}\n"
+    try:
+        file, path = _file()
+        os.write(file, text.encode(errors="backslashreplace"))
+    except OSError as full:
+        return f"no file, as none could be written: {full}"
+    return path
 
 
 class _Events:

@@ -24,6 +24,7 @@ from optx_sync.workers.fingerprints import (
     by_name,
     compare,
     sealed,
+    unread,
     unsealed,
 )
 from optx_sync.workers.processes import TIMEOUT, Processes
@@ -384,7 +385,7 @@ class _Save:
         if isinstance(error, Damaged):
             raise error
         why = error or "another process cannot read its part"
-        raise Damaged(f"{self.path} cannot be read: {why}"[:500]) from error
+        raise unread(self.path, why) from error
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch

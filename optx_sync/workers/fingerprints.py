@@ -150,6 +150,15 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
 
 
+def unread(path: object, why: object) -> Damaged:
+    """What to raise where the reader of a save, such as Orbax, raises `why`."""
+    if isinstance(why, KeyError):  # Its text is a bare name.
+        why = f"it lacks {why}: it is damaged, or of another version"
+    elif isinstance(why, Exception):
+        why = str(why) or type(why).__name__
+    return Damaged(f"{path} cannot be read: {why}"[:500])
+
+
 def by_name(tree: Tree) -> dict[Names, Tree]:
     """The arrays of a tree by the names of their paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)

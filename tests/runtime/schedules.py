@@ -31,6 +31,8 @@ from tests.runtime.world import Disk, Faults, Process, World
 TICKETS = 512
 RULE = oxs.rules.local_sgd()
 INNER = optax.sgd(1.0)
+CODE = oxs.exchange.quantized(8)
+MERGES = oxs.exchange.median(), oxs.exchange.trimmed_mean(1)
 KINDS = (
     "worker dies", "server dies", "worker freezes", "server freezes", "notice",
     "no place", "lost", "twice", "slow", "disk full", "damaged", "half", "skew",
@@ -437,9 +439,6 @@ def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
     more = dataclasses.replace(drawn, steps=drawn.steps + 5, workers=workers)
     center, history = world.run(lambda: go(more))
     judge(world, more, told, center, history)
-
-
-CODE = oxs.exchange.quantized(8)
 
 
 def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> None:

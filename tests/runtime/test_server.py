@@ -765,6 +765,18 @@ def test_a_checkpoint_of_another_array_or_note_than_was_saved_is_damaged(tmp_pat
         checkpoints.load(1)
 
 
+def test_a_checkpoint_that_lacks_a_name_says_what_is_wrong(tmp_path):
+    """Orbax raises a KeyError of it, whose text is the bare name."""
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, {"w": {"a": np.ones(3)}}, {})
+    metadata = path / "_METADATA"
+    metadata.write_text(metadata.read_text().replace("key_type", "kez_type"))
+    with pytest.raises(
+        Damaged, match=r"/1 cannot be read: it lacks 'key_type': .* another version"
+    ):
+        checkpoints.load(1)
+
+
 def test_a_checkpoint_holds_what_has_no_elements_and_numpys_integers(tmp_path):
     params = {"w": PARAMS["w"], "none": np.zeros((0, 2), np.float32)}
 

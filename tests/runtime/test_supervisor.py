@@ -1,5 +1,10 @@
 """The supervisor, and the connection to servers, with Ray's calls in this process."""
 
+import functools
+import os
+import pathlib
+import stat
+import tempfile
 import threading
 import types
 from typing import Any
@@ -275,14 +280,50 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert caplog.messages == [
-        "The run waits for places for workers 0: each needs 1 CPU (0.5 of 2 are free), "
-        "0.5 GPU (0 of 0 are free)."
+        "The run waits for a place for workers 0, or for their processes to start: "
+        "each needs 1 CPU (0.5 of 2 are free), 0.5 GPU (0 of 0 are free)."
     ]
     assert not ray.killed
     supervisor.placing[0][0].done = True
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert len(caplog.messages) == 1 and ray.killed == ["actor 0"]
+
+
+def test_who_starts_where_enough_is_free_waits_for_no_place(ray, monkeypatch, caplog):
+    monkeypatch.setattr(on_ray, "SILENCE_SECONDS", -1.0)
+    ray.available_resources = lambda: {"CPU": 2.0}
+    supervisor, _ = supervisor_of(ray, servers_of(1), needs={"CPU": 1.0, "GPU": 0})
+    supervisor.placing = {0: [Ref()], 1: [Ref()]}
+    supervisor._see_who_has_a_place()
+    (said,) = caplog.messages
+    assert said.startswith(
+        "The run waits for the processes of workers 0, 1 to start: each needs 1 CPU (2 "
+        "of 2 are free), 0 GPU (0 of 0 are free)."
+    )
+    # A group of three processes has no place among two.
+    supervisor.limits = supervisor.limits._replace(processes=3)
+    supervisor._see_who_has_a_place()
+    assert "for a place" in caplog.messages[1] and "3 CPU (2 of" in caplog.messages[1]
+
+
+def test_what_ray_says_of_errors_is_filed_for_this_user_alone(tmp_path, monkeypatch):
+    """Where others may write: at a name that they cannot know, nor lay a link at."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(on_ray, "_file", functools.cache(on_ray._file.__wrapped__))
+    others = tmp_path / "others"
+    (tmp_path / f"optx_sync_{os.getpid()}.log").symlink_to(others)
+    path = on_ray._filed(ValueError("the first \udc80"))
+    assert on_ray._filed(ValueError("the second")) == path
+    assert not others.exists() and stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    filed = pathlib.Path(path).read_text()
+    assert "ValueError: the first \\udc80" in filed and "the second" in filed
+
+
+def test_a_full_disk_keeps_no_run_from_telling_of_a_death(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(on_ray, "_file", functools.cache(on_ray._file.__wrapped__))
+    assert "no file" in on_ray._filed(ValueError("lost"))
 
 
 def test_a_worker_joins_servers_whose_clocks_differ(ray):
