@@ -162,7 +162,8 @@ def test_a_save_that_is_not_what_was_saved_falls_back_to_the_one_before(
     damage_all(tmp_path / "2")
     with pytest.raises(ValueError, match=r"No save .*/2 .*/1 .*Pass another"):
         oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)).restore_or_start(first)
-    assert {path.name for path in tmp_path.iterdir()} == names
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == names | {"starts.json"}
 
 
 def test_a_save_that_lacks_a_name_says_what_is_wrong(tmp_path):
@@ -186,7 +187,7 @@ def test_a_save_that_another_process_cannot_read_is_taken_by_none(
         state = group.restore_or_start(ONE)
         for group.position in (1, 2):
             group.save(state)
-    others = iter((True, False))  # its notes, but not its arrays
+    others = iter((True, True, False))  # a start and its notes, but not its arrays
     monkeypatch.setattr(
         Processes, "agree", lambda _, fine, place: next(others, True) and fine
     )
@@ -240,6 +241,71 @@ def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
     assert closed
 
 
+def begun(folder, **options):
+    """A group that has started and is killed before it saves."""
+    group = oxs.elastic.Group(folder, oxs.Workers(2, AXIS), **options)
+    return group, group.restore_or_start(ONE)
+
+
+def test_a_run_that_comes_no_further_ends(tmp_path, caplog):
+    for position in (1, 2):  # from no save, and then from the first one
+        for _ in range(3):
+            begun(tmp_path)
+        for _ in range(2):  # also who is started once more
+            with pytest.raises(RuntimeError, match=r"started 3 times .* a new save"):
+                begun(tmp_path)
+        assert caplog.text.count("Start 3 of 3") == position
+        group, state = begun(tmp_path, starts_without_save=4)
+        group.position = position
+        group.save(state)
+        group.manager.wait_until_finished()
+        # What counts starts is no save.
+        assert group.manager.all_steps()[-1] == position
+        assert oxs.elastic.Group(tmp_path, AXIS).manager.latest_step() == position
+    # A file that was not written to its end counts nothing.
+    begun(tmp_path)
+    (tmp_path / "starts.json").write_text("[2,")
+    for _ in range(3):
+        begun(tmp_path)
+    with pytest.raises(RuntimeError, match=r"position 2, .*delete .*/starts\.json"):
+        begun(tmp_path)
+    (tmp_path / "starts.json").unlink()
+    begun(tmp_path)
+
+
+def test_a_group_that_ends_by_itself_is_not_counted(tmp_path):
+    """As a program that is run again for its center, after the run's end."""
+    for _ in range(5):
+        with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+            group.restore_or_start(ONE)
+    for _ in range(5):
+        begun(tmp_path, starts_without_save=None)
+    with pytest.raises(ValueError, match="how many starts"):
+        begun(tmp_path, starts_without_save=0)
+
+
+def test_a_process_learns_from_process_0_that_the_run_comes_no_further(
+    tmp_path, monkeypatch
+):
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(Processes, "agree", lambda *_: False)
+    with pytest.raises(RuntimeError, match="started 3 times"):
+        group.restore_or_start(ONE)
+    assert not (tmp_path / "starts.json").exists()  # Process 0 writes.
+
+
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(
+    tmp_path, monkeypatch, caplog
+):
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
+    (tmp_path / "starts.json").mkdir()
+    for _ in range(5):
+        group.restore_or_start(ONE)
+    group.close()
+    assert "starts are not counted" in caplog.text
+
+
 def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
     """Three processes: one has died, one stays away, and one is told so, by names."""
     children = scripts.launch(
@@ -259,7 +325,7 @@ def test_who_does_not_come_is_named_after_the_time_limit(tmp_path):
     known = rf"process 1 on {host}, process 2 on {host}\."
     places = (
         rf"the save at position 2 within 0\.5 s\. Missing: {known}",
-        rf"the end of the reading of .*/1 within .* {known}",
+        rf"the start from the last save within .* {known}",
         r"the reading of .*/1/default .* process 1, process 2\.",
         r"the begin of the group in .* process 1, process 2\.",
     )

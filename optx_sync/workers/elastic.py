@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Group`: the processes of an elastic run, which continues from its last save."""
 
+import contextlib
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -34,6 +36,8 @@ log: logging.Logger = logging.getLogger("optx_sync.elastic")
 
 # The name under which Orbax keeps our own notes, beside the arrays.
 _NOTES = "optx_sync"
+# The last save, and how many groups have started from it; Orbax lists only folders.
+_STARTS = "starts.json"
 
 
 class Group:
@@ -53,10 +57,14 @@ class Group:
         timeout: How many seconds a process waits for the others: where the group
             begins, at the start, at each reading and at each save. A step waits without
             a limit.
+        starts_without_save: So many groups may start in a row that are ended before
+            they have saved; the next one ends the run, as whatever starts it would go
+            on for ever. `None`: no limit. A file in the folder, `starts.json`, counts.
 
     Raises:
         ImportError: Orbax is not installed.
-        TypeError, ValueError: As for `Workers`; `keep` below 1, `timeout` not above 0.
+        TypeError, ValueError: As for `Workers`; `keep` or `starts_without_save` below
+            1, `timeout` not above 0.
         TimeoutError: From every method: not all processes came; it names them.
 
     Attributes:
@@ -95,6 +103,7 @@ class Group:
         *,
         keep: int = 2,
         timeout: float = TIMEOUT,
+        starts_without_save: int | None = 3,
     ):
         try:
             import orbax.checkpoint as ocp
@@ -104,6 +113,11 @@ class Group:
                 "oxs.elastic needs Orbax: pip install orbax-checkpoint."
             ) from error
         keep = integer("keep", keep, "Pass how many saves are kept.")
+        if starts_without_save is not None:
+            integer(
+                "starts_without_save", starts_without_save,
+                "Pass how many starts, or None.",
+            )  # fmt: skip
         if not isinstance(workers, Workers):
             workers = Workers(jax.device_count(), workers, mesh=True)
         path = epath.Path(folder)
@@ -113,6 +127,7 @@ class Group:
         self.position: int = 0
         self.notes: Any = None
         self._saved: int = -1
+        self._starts: int | None = starts_without_save
         self.manager: Any = ocp.CheckpointManager(
             path if "://" in str(folder) else path.absolute(),
             item_handlers=ocp.StandardCheckpointHandler(),
@@ -155,10 +170,12 @@ class Group:
             The state of all workers, placed. NNX objects are new ones.
 
         Raises:
+            RuntimeError: `starts_without_save` groups have started since the last save.
             ValueError: The save is of another model or optimizer; there are saves,
                 and all of them are damaged.
         """
         steps = sorted(self.manager.all_steps(), reverse=True)
+        self._count_start(steps[0] if steps else None)
         if not steps:
             if not jax.process_index():
                 where = self.manager.directory
@@ -186,6 +203,31 @@ class Group:
             f"No save in {self.manager.directory} can be read: {errors}. Pass another "
             "folder to start afresh."
         )
+
+    def _count_start(self, save: int | None) -> None:
+        """Count a start from this save; refuse one too many, in all processes."""
+        limit, file, fine = self._starts, self.manager.directory / _STARTS, True
+        if limit is None:
+            return
+        if not jax.process_index():
+            try:
+                before = _starts_from(save, file)
+                fine = before < limit
+                if fine:
+                    file.write_text(json.dumps([save, before + 1]))
+                if fine and before:
+                    say = "Start %d of %d without a new save."
+                    log.warning(say, before + 1, limit)
+            except Exception as error:  # The others wait: what any file system raises.
+                log.warning("The run's starts are not counted: %s", error)
+        if not self._processes.agree(fine, "the start from the last save"):
+            where = "the begin" if save is None else f"the save at position {save}"
+            raise RuntimeError(
+                f"The run has started {limit} times from {where}, and each time "
+                "something ended it before a new save. The processes' logs say what: "
+                f"mend that, or save more often. Then delete {file}, or pass a larger "
+                "starts_without_save."
+            )
 
     def _put_aside(self, damaged: dict[int, Damaged], taken: int) -> None:
         """Rename damaged saves: their positions will be saved again."""
@@ -312,6 +354,10 @@ class Group:
     def close(self) -> None:
         """Wait until the last save is written. The end of a `with` block calls it."""
         self.manager.wait_until_finished()
+        if self._starts is not None and not jax.process_index():
+            # It has ended by itself. What cannot be deleted was not counted either.
+            with contextlib.suppress(Exception):
+                (self.manager.directory / _STARTS).unlink(missing_ok=True)
         self.manager.close()
 
     def _sharding(self) -> NamedSharding | None:
@@ -386,6 +432,17 @@ class _Save:
             raise error
         why = error or "another process cannot read its part"
         raise unread(self.path, why) from error
+
+
+def _starts_from(save: int | None, file: Any) -> int:
+    """How many groups have started from this save."""
+    if not file.exists():
+        return 0
+    try:
+        last, starts = json.loads(file.read_text())
+    except ValueError:  # Whoever wrote it was killed.
+        return 0
+    return starts if last == save else 0
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
