@@ -91,9 +91,7 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
     meet = None
     if workers > 1 and rng.random() < 0.6:
         k, grace = rng.randint(2, workers), rng.choice([0.0, 0.0, 0.5])
-        merges = [oxs.exchange.median(), oxs.exchange.trimmed_mean(1)][
-            : 1 if k < 3 else 2
-        ]
+        merges = MERGES[: 1 if k < 3 else 2]
         merge = rng.choice(merges) if rng.random() < 0.2 else None
         meet = oxs.runtime.quorum(k, grace, merge=merge, patience=5.0)
     takes = rng.random() < 0.5
