@@ -45,6 +45,7 @@ MARKS = (
     "a slow message", "the disk is full", "a save is damaged", "a save is not finished",
     "it dies right after a save", "dropped", "lost", "short", "retry", "restored",
     "a late contribution after a restart", "two deaths of a server", "samples",
+    "a refused merge", "resumed",
 )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ class Told:
         self.tickets = drawn.samples
         self.answers = 0
         self.returned: set[int] = set()
+        self.marks: Counter[str] = Counter()
 
     def ticket(self) -> int:
         self.tickets += 1
@@ -158,7 +160,7 @@ class Recorder:
         self._life = told.lives
         told.lives += 1
         self.since: dict[int, list[int]] = defaultdict(list)
-        self._made: list[int] = []
+        self.epochs: set[int] = set()  # of the servers that have answered
 
     def __getattr__(self, name):
         return getattr(self._connection, name)
@@ -187,6 +189,9 @@ class Recorder:
             one.told, one.order = "used" if reply.used else "dropped", told.answers
             one.epoch = self._connection._clients[self._index, one.server].epoch
             told.lost[self._life] += reply.lost
+            if self.epochs and one.told == "dropped" and one.epoch not in self.epochs:
+                told.marks["a late contribution after a restart"] += 1
+            self.epochs.add(one.epoch)
             # The steps made meanwhile are overwritten.
             self.since.pop(push.part, None)
             return reply
@@ -333,11 +338,9 @@ def fresh(at: Any) -> Any:
     return jax.numpy.where(at.staleness < 2, 1.0, 0.0)
 
 
-def run(
-    seed: int, marks: Counter[str] | None = None, settings: int | None = None
-) -> World:
-    """Run the schedule of a seed and judge it; raises where it is not as it should."""
-    drawn = draw(seed, settings)
+def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
+    """Run a schedule and judge it; raises where something is not as it should be."""
+    seed = drawn.seed
     world, told = World(seed), Told(drawn)
     rng = world.random
     has = drawn.kinds.__contains__
@@ -413,11 +416,48 @@ def run(
         world.marks.update(kind for kind, _ in history.counts)
         if drawn.resumes:
             again(world, drawn, told, go)
-    if drawn.samples:
-        world.marks["samples"] += 1
+    world.marks["samples"] += bool(drawn.samples)
+    if any("nothing was merged" in event.message for event in history.events):
+        world.marks["a refused merge"] += 1
     if marks is not None:
-        marks.update(world.marks)
-    return world
+        marks.update(world.marks + told.marks)
+
+
+def smaller(drawn: Drawn) -> Drawn:
+    """The schedule with all taken out without which it fails as well."""
+
+    def fails(one: Drawn) -> bool:
+        try:
+            run(one)
+        except Exception:
+            return True
+        return False
+
+    for name in ("kinds", "faults"):
+        for what in list(getattr(drawn, name)):
+            rest = type(getattr(drawn, name))(
+                x for x in getattr(drawn, name) if x != what
+            )
+            less = dataclasses.replace(drawn, **{name: rest})
+            drawn = less if fails(less) else drawn
+    for simple in ({"servers": 1}, {"code": False}, {"resumes": False}, {"steps": 4}):
+        less = dataclasses.replace(drawn, **simple)
+        drawn = less if fails(less) else drawn
+    return drawn
+
+
+def as_program(drawn: Drawn, settings: int | None) -> str:
+    """A program of a few lines that runs this schedule."""
+    whole = draw(drawn.seed, settings)
+    changed = {
+        field.name: value
+        for field in dataclasses.fields(drawn)
+        if (value := getattr(drawn, field.name)) != getattr(whole, field.name)
+    }
+    return (
+        "import dataclasses\nfrom tests.runtime.schedules import draw, run\n"
+        f"run(dataclasses.replace(draw({drawn.seed}, {settings}), **{changed!r}))"
+    )
 
 
 def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
@@ -514,23 +554,23 @@ def main() -> None:
     parser.add_argument("--settings", type=int, help="how many are drawn; all if 0")
     options = parser.parse_args()
     begin, seed, marks, failed = time.monotonic(), options.seed, Counter(), []
-    while (
-        time.monotonic() - begin < options.seconds
-        and seed - options.seed < options.number
-    ):
+    end = options.seed + options.number
+    while time.monotonic() - begin < options.seconds and seed < end:
+        settings = seed % options.settings if options.settings else None
+        drawn = draw(seed, settings)
         try:
-            run(seed, marks, seed % options.settings if options.settings else None)
+            run(drawn, marks)
         except Exception as error:
             failed.append(seed)
-            print(
-                f"seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True
-            )
+            print(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
+            print(as_program(smaller(drawn), settings), flush=True)
         seed += 1
     seconds = time.monotonic() - begin
     print(f"{seed - options.seed} schedules in {seconds:.0f} s, failed: {failed}")
     for mark, number in sorted(marks.items()):
         print(f"  {number:6d} {mark}")
     print("never seen:", [mark for mark in MARKS if not marks[mark]])
+    raise SystemExit(bool(failed))
 
 
 if __name__ == "__main__":
