@@ -20,7 +20,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test test-all fuzz mutants lint format bench reproduce table links faults storms deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test test-all fuzz mutants lint format bench reproduce table links faults storms schedules deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -102,6 +102,13 @@ faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/timeline.py $(QUICK)
 
 # Every kind of fault on two hosts, as root: an hour and a half; goes on with STORMS=--resume.
+# Draws schedules of a run in which processes die and messages are lost, on a virtual
+# clock; one that fails is printed as a program of a few lines.
+SECONDS ?= 600
+SEED ?= 0
+schedules: $(VENV)/test-installed
+	$(RUN)/python -m tests.runtime.schedules --seconds $(SECONDS) --seed $(SEED) --settings 60
+
 storms: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/storms.py $(QUICK) $(STORMS)
 

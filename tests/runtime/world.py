@@ -124,7 +124,8 @@ class World(system.System):
         self.marks: Counter[str] = Counter()
         self.seen: list[Callable[..., None]] = []  # who hears what a server answers
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
-        self.skews = (0.0,)
+        self.skews: tuple[float, ...] = (0.0,)
+        self.healed = False
         self.start_seconds: Callable[[Actor], float | None] = lambda actor: 0.1
         self.dead: list[Any] = []
 
@@ -310,7 +311,9 @@ class Actor:
         self.world, self.kind, self.given, self.options = world, kind, given, options
         self.is_server = kind.__name__ == "ServerActor"
         self.restarts = options.get("max_restarts", 0) if self.is_server else 0
-        self.over, self.actor, self.process = False, None, None
+        self.over: bool = False
+        self.actor: Any = None
+        self.process: Any = None
         self.last: Any = None  # what it was when it died
         self.calls: dict[Ref, None] = {}
         self.turn: list[Any] = []  # calls that wait for the one that runs
