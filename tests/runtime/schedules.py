@@ -96,6 +96,9 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         merge = rng.choice(merges) if rng.random() < 0.2 else None
         meet = oxs.runtime.quorum(k, grace, merge=merge, patience=5.0)
     takes = rng.random() < 0.5
+    if takes and meet is not None and meet.merge is MERGES[1]:
+        # Where too few workers are left for it, ranges are made again without an end.
+        meet = dataclasses.replace(meet, merge=None)
     delay = 0 if takes else rng.choice([0, 0, 1])
     period = rng.choice([2, 4]) if parts else rng.choice([1, 2, 3])
     code = rng.random() < 0.2
