@@ -287,6 +287,7 @@ def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
     """Save the center, and return what `run` returns."""
     connection.call("end")  # Who was killed may not be dead yet.
     connection.checkpoint()
+    connection.call("end")  # Of a server that died as it saved: what it lacks now.
     center, averages = connection.center(params), connection.averages()
     events.collect_the_rest()
     return center, events.seen.history(averages)

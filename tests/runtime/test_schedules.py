@@ -4,14 +4,14 @@ from collections import Counter
 
 from tests.runtime.schedules import MARKS, draw, run
 
-# Programs are compiled for so many settings.
-SETTINGS = 8
+# The settings for which programs are compiled: half of them lease samples.
+SETTINGS = 2, 5, 6, 12, 20, 23, 26, 38
 
 
 def judged(seeds):
     marks: Counter[str] = Counter()
     for seed in seeds:
-        run(draw(seed, seed % SETTINGS), marks)
+        run(draw(seed, SETTINGS[seed % len(SETTINGS)]), marks)
     return marks
 
 
