@@ -9,7 +9,6 @@ import copy
 import functools
 import json
 import struct
-import types
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,6 +20,7 @@ from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.pushes import bound
 from optx_sync.runtime.checkpoints import Damaged
 from optx_sync.runtime.protocol import Book, Client
+from optx_sync.runtime.system import System, using
 
 EVERY = 2  # pushes between checkpoints
 # Epochs of servers that start are far apart, as their clocks make them.
@@ -181,14 +181,15 @@ class Explorer:
 
     def boot(self, number, server, disk):
         """A real server that starts."""
-        clock = types.SimpleNamespace(time_ns=lambda: BOOT * number, time=lambda: 0.0)
+        clock: Any = System()
+        clock.stamp = lambda: BOOT * number
         count, several = len(self.owners), len(self.owners) > 1
         params = {"x": np.zeros((count, self.workers * self.places), np.float32)}
         if not several:
             params = {"x": params["x"].reshape(-1)}
         fragments: Any = (lambda path, leaf: np.arange(count)) if several else None
         with (
-            mock.patch.object(server_module, "time", clock),
+            using(clock),
             mock.patch.object(server_module, "Checkpoints", InMemory),
             mock.patch.object(InMemory, "disk", disk),
             mock.patch.object(

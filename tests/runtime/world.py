@@ -447,7 +447,7 @@ class Actor:
         world = self.world
         if self.process is not None:
             self.process.alive = False
-        self.last, self.actor = self.actor, None
+        self.last, self.actor = self.actor or self.last, None
         self.busy, self.turn = False, []
         for_good = for_good or not self.restarts
         self.over = self.over or for_good
