@@ -68,8 +68,8 @@ GROUND = {
     "meetings": files("meetings/: alone coded quorum"),
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
-        "runtime/: messages protocol parts samples checkpoints server worker display "
-        "metrics shared group ray_actors "
+        "runtime/: system messages protocol parts samples checkpoints server worker "
+        "display metrics shared group ray_actors "
         "runtime/agreements/: __init__ contract arrays memory saved pushes own "
         "center meeting sync_replicas"
     ),
@@ -77,7 +77,7 @@ GROUND = {
 # Libraries that one file or room is for, and nothing else imports.
 GUESTS = {
     "flax": {"flax"},
-    "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
+    "ray": {"runtime/system", "runtime/metrics"},
     "orbax": {"runtime", "workers"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
@@ -216,7 +216,7 @@ def test_no_assert_and_no_environment_variable_but_xlas_threads_and_rays_walls()
         for node in ast.walk(tree):  # what is read before what it is read from
             if isinstance(node, ast.Subscript) and name == "workers/mapped":
                 allowed += [node.value] * (ast.unparse(node) == "os.environ['NPROC']")
-            if isinstance(node, ast.Call) and name == "runtime/ray_actors":
+            if isinstance(node, ast.Call) and name == "runtime/system":
                 ours = "os.environ.setdefault('RAY_DEDUP_LOGS_SKIP_REGEX'"
                 if isinstance(node.func, ast.Attribute):
                     allowed += [node.func.value] * ast.unparse(node).startswith(ours)
