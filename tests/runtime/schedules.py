@@ -140,7 +140,6 @@ class Told:
     """The ledger outside: what was sent, and what its sender was told."""
 
     def __init__(self, drawn: Drawn):
-        self.drawn = drawn
         self.sent: list[Sent] = []
         self.lost: Counter[int] = Counter()  # by life
         self.lives = 0
@@ -304,13 +303,13 @@ class Nothing:
         pass
 
 
-def strike(world: World, drawn: Drawn, told: Told, kind: str, who: int, long: float):
+def strike(world: World, kind: str, who: int, long: float) -> None:
     """One thing goes wrong."""
     servers = [x for x in world.actors if x.is_server]
     workers = [
         x for x in world.actors
         if not x.is_server and not x.over and x.process and x.process.alive
-        and running_as(x) == who
+        and x.index == who
     ]  # fmt: skip
     actor = servers[who] if "server" in kind else (workers or [None])[0]
     if actor is None or actor.process is None or not actor.process.alive:
@@ -328,12 +327,7 @@ def strike(world: World, drawn: Drawn, told: Told, kind: str, who: int, long: fl
         world.freeze(actor.process, None if long > 1e6 else long)
     elif kind == "notice" and actor.process.notice is not None:
         world.marks["a notice"] += 1
-        hear = actor.process.notice
-        hear()
-
-
-def running_as(actor: Any) -> int:
-    return actor.index if actor.index is not None else -1
+        actor.process.notice()
 
 
 def fresh(at: Any) -> Any:
@@ -355,22 +349,20 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         for actor in world.actors:
             if actor.process is None or not actor.process.frozen:
                 continue
-            if actor.is_server or running_as(actor) in drawn.core:
+            if actor.is_server or actor.index in drawn.core:
                 world.thaw(actor.process)
         world.healed = True
 
-    world.healed = False
+    def share(kind, x):
+        return x if has(kind) else 0.0
 
     def begin_faults():
-        share = lambda kind, x: x if has(kind) else 0.0  # noqa: E731
         world.faults = Faults(
             share("lost", 0.05), share("twice", 0.05), share("slow", 0.03),
             share("disk full", 0.2), share("damaged", 0.2), share("half", 0.08),
         )  # fmt: skip
         for when, kind, who, long in drawn.faults:
-            world.at(
-                when, lambda k=kind, w=who, n=long: strike(world, drawn, told, k, w, n)
-            )
+            world.at(when, functools.partial(strike, world, kind, who, long))
         world.at(HEALS, heal)
 
     def start_seconds(actor):

@@ -19,13 +19,14 @@ def begun(monkeypatch):
     monkeypatch.setattr(group.jax, "process_index", lambda: 0)
     monkeypatch.setattr(group.jax, "process_count", lambda: 2)
     monkeypatch.setattr(group, "_from_the_first", told.put)
-    monkeypatch.setattr(group, "GREETING_SECONDS", 0.5, raising=False)
+    # Long for one who has the key, on any machine.
+    monkeypatch.setattr(group, "GREETING_SECONDS", 3.0)
 
     def waits():
         lines.put(group._connected("127.0.0.1"))
 
     threading.Thread(target=waits, daemon=True).start()
-    at, port, key = told.get(timeout=10).split()
+    at, port, key = told.get(timeout=60).split()
     return (at, int(port)), key.encode(), lines
 
 
@@ -37,7 +38,7 @@ def meet(at, key, lines):
         found.put(sockets.Client(at, authkey=key))
 
     threading.Thread(target=comes, daemon=True).start()
-    (line,), member = lines.get(timeout=10), found.get(timeout=10)
+    (line,), member = lines.get(timeout=60), found.get(timeout=60)
     return line, member
 
 
@@ -72,8 +73,8 @@ def test_a_stranger_at_the_door_is_forgotten(greet, door):
     with line, member:
         line.send_bytes(b"told")
         assert member.recv_bytes() == b"told"
-        # The time limit is that of the greeting alone.
-        assert not line.poll(2 * group.GREETING_SECONDS)
+        if greet is says_nothing:  # The time limit is that of the greeting alone.
+            assert not line.poll(1.1 * group.GREETING_SECONDS)
         member.send_bytes(b"heard")
         assert line.recv_bytes() == b"heard"
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import greenlet
+import jax
 import numpy as np
 
 from optx_sync.runtime import system
@@ -122,11 +123,10 @@ class World(system.System):
         self.faults = Faults()
         self.disk: dict[str, dict[int, Any]] = defaultdict(dict)
         self.marks: Counter[str] = Counter()
-        self.seen: list[Callable[..., None]] = []  # who hears what a server answers
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
         self.skews: tuple[float, ...] = (0.0,)
         self.healed = False
-        self.start_seconds: Callable[[Actor], float | None] = lambda actor: 0.1
+        self.start_seconds: Callable[[Actor], float] = lambda actor: 0.1
         self.dead: list[Any] = []
 
     # The system.
@@ -192,7 +192,7 @@ class World(system.System):
 
         self.at(0.0, begin)
 
-    def run(self, main: Callable[[], Any], more: float = 0.0) -> Any:
+    def run(self, main: Callable[[], Any]) -> Any:
         """Take events until `main` has returned or raised, which this does then."""
         ended: list[Any] = []
 
@@ -326,8 +326,6 @@ class Actor:
     def begin(self) -> None:
         world = self.world
         seconds = world.start_seconds(self)
-        if seconds is None:
-            return
         process = Process(
             f"{self.kind.__name__} {len(world.actors)}",
             world.random.choice(world.skews),
@@ -428,12 +426,8 @@ class Actor:
             value = getattr(self.actor, name)(*given)
         except Exception as raised:
             error = TaskError(raised)
-            if type(raised).__name__ == "PushRefused":
-                error.cause = raised
         if not process.alive:
             return
-        for see in world.seen:
-            see(self, name, given, value)
         self.calls.pop(ref, None)
         seconds = 0.001 + 0.004 * world.random.random()
         if lost:
@@ -514,7 +508,7 @@ class Disk(Checkpoints):
         state = "damaged" if rng.random() < faults.damaged else "whole"
         if state == "damaged":
             world.marks["a save is damaged"] += 1
-        kept = jax_copy(arrays)
+        kept = copied(arrays)
         self.there[number] = state, kept, json.dumps(notes)
         if half:
             world.marks["it dies right after a save"] += 1
@@ -525,7 +519,7 @@ class Disk(Checkpoints):
         state, arrays, notes = self.there[number]
         if state == "damaged":
             raise Damaged(f"{self.folder}/{number} is damaged")
-        return jax_copy(arrays), json.loads(notes)
+        return copied(arrays), json.loads(notes)
 
     def delete(self, number):
         self.there.pop(number, None)
@@ -534,7 +528,5 @@ class Disk(Checkpoints):
         self.there[number] = "aside", *self.there[number][1:]
 
 
-def jax_copy(arrays):
-    import jax
-
-    return jax.tree.map(lambda x: np.array(x), arrays)
+def copied(arrays):
+    return jax.tree.map(np.array, arrays)
