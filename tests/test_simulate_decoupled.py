@@ -168,6 +168,22 @@ def test_it_is_what_servers_and_workers_do(k, delay):
         assert found.timeline.of(Kind.LATE)
 
 
+@pytest.mark.parametrize(("seconds", "gone"), [(0.0, 1), (3.0, 0)])
+def test_what_is_made_before_a_late_answer_is_in_the_center(seconds, gone):
+    """An answer in time overwrites one step, and a late one none."""
+    found = run(
+        [1.0, 1.0], lambda worker, params, step: -jnp.ones_like(params),
+        inner=optax.sgd(1.0), rule=oxs.rules.local_sgd(), meet=quorum(2), delay=1,
+        link=lambda worker, size, second: seconds, until=50,
+    )  # fmt: skip
+    line = found.timeline
+    meetings, steps = len(line.of(Kind.CLOSE)), line.of(Kind.JOIN)
+    in_center = sum(event.steps for event in steps) / 2 - gone * (meetings - 1)
+    assert_close(found.final.center, ROWS + in_center)
+    np.testing.assert_array_equal(line.kept_seconds, in_center)
+    assert {event.number for event in line.of(Kind.TAKE)} == {1 if gone else 7}
+
+
 @pytest.mark.parametrize("absent", [[1, 1, 1e9], [1, 1, 1]])
 def test_a_worker_that_never_answers_changes_nothing(absent):
     gone = [(2, 0.0, math.inf)] if absent == [1, 1, 1] else []

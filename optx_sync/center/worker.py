@@ -133,10 +133,21 @@ def contribute(
 
 
 def take(
-    rule: CenterRule, worker: Worker, before: Tree, after: Tree, at: Round
+    rule: CenterRule,
+    worker: Worker,
+    before: Tree,
+    after: Tree,
+    at: Round,
+    then: Tree = (),
 ) -> Worker:
-    """The worker after a round that has moved the center from `before` to `after`."""
+    """The worker after a round that has moved the center from `before` to `after`.
+
+    With `then`, its parameters when it contributed, it keeps what it moved since.
+    """
     x, formula = after, rule.take
+    if formula is None and not is_nothing(then):
+        now, then = as_center(worker.params, after), as_center(then, after)
+        x = jax.tree.map(lambda a, p, t: a + (p - t), after, now, then)
     if formula is not None:
 
         def one(x, b, a):

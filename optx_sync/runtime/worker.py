@@ -301,8 +301,16 @@ class Worker:
         For the end of a program: steps since the last round are not in the center yet.
         Pushes that are on their way land first, then each part is exchanged. Where
         workers share meetings, the parts are handed in, and the answers not waited for:
-        `land` does.
+        `land` does. Waited for are late ones, of pushes that more steps than `delay`
+        have followed, so that these are handed in, too; not by a worker that leaves.
         """
+        # All processes of a group ask the same, in the same order.
+        while late := self._late():
+            self.preempted = self.connection.leaves(self.preempted)
+            answers = self._sent.answers if self._sent else {}
+            if self.preempted or all([answers[part].is_there() for part in late]):
+                break
+            here().sleep(0.005)
         with self._whole():
             self._land(wait=not self._shared)
         self._flushed = self.local_step
@@ -325,8 +333,15 @@ class Worker:
     @property
     def unpushed(self) -> int:
         """The steps since the last round of the part that has waited longest."""
-        # What follows a push until its answer is taken is gone in every round.
-        return 0 if self._flushed == self.local_step else max(self._own.ages)
+        if self._flushed != self.local_step:
+            return max(self._own.ages)
+        # The `delay` steps between a push and its answer are gone in every round.
+        return max((self._own.ages[part] for part in self._late()), default=0)
+
+    def _late(self) -> list[int]:
+        """The parts whose answer more steps than `delay` have waited for."""
+        answers = self._sent.answers if self._shared and self._sent else ()
+        return [part for part in answers if self._own.ages[part] > self._delay]
 
     @property
     def rounds(self) -> int:

@@ -54,7 +54,8 @@ class Happening(NamedTuple):
             all of `steps`.
         staleness: Of JOIN and LATE: meetings of the part since its worker knew of one.
         number: Of STEP: steps of all workers before it. Of PUSH, JOIN and LATE: the
-            number of the push among its worker's of this part, from 1.
+            number of the push among its worker's of this part, from 1. Of TAKE: the
+            worker's steps since its contribution.
         come: Of CLOSE: the workers whose contributions are absorbed.
     """
 
@@ -139,9 +140,10 @@ def clock(
     opened the meeting after the one that it knows. A meeting is full as `meet` says,
     waits the seconds of its grace, or until all have come, and answers those that came.
     From `delay` steps after its contribution on a worker takes the answer as soon as it
-    is there; with 0 it waits for it, and else it never stands still. A contribution
-    that started from an older center of its part is late, and answered with the current
-    one.
+    is there; with 0 it waits for it, and else it never stands still. What it made since
+    its contribution is overwritten; if it took more than `delay` steps, it is kept. A
+    contribution that started from an older center of its part is late, and answered
+    with the current one.
 
     A worker that dies loses its step, and what is on the way from and to it. Back again
     it starts with all parts of the center. One that is back at `inf` has left: no
@@ -251,6 +253,7 @@ class _Push(NamedTuple):
     version: int  # of the part that it started from
     step_seconds: float  # of the last step
     seconds: float  # of the steps since the worker took the part
+    pushed: float  # the seconds of all its steps until then
 
 
 class _Worker:
@@ -397,8 +400,8 @@ class _Clock:
         w.pushed[part] += 1
         made = w.steps - steps, w.tokens - tokens
         pushed = self.note(Kind.PUSH, worker, part, *made, number=w.pushed[part])
-        seconds = w.seconds - seconds
-        w.sent = _Push(pushed, w.versions[part], w.step_seconds, seconds)
+        made = w.seconds - seconds, w.seconds
+        w.sent = _Push(pushed, w.versions[part], w.step_seconds, *made)
         w.turned, w.brought[part] = w.steps, (w.steps, w.tokens)
         self.send("bytes_up", worker, size, _Turn.ARRIVE, w.sent)
 
@@ -468,9 +471,13 @@ class _Clock:
             return
         if w.steps - w.turned >= self.delay:
             part = sent.happening.part
-            w.versions[part], w.taken[part] = w.answer, (w.steps, w.seconds)
+            made = w.steps - w.turned
+            # From an answer that came late on it has what it made since it pushed.
+            since = sent.pushed if made > self.delay else w.seconds
+            w.versions[part], w.taken[part] = w.answer, (w.steps, since)
             w.sent = w.answer = None
-            self.note(Kind.TAKE, worker, part, steps=sent.happening.steps)
+            steps = sent.happening.steps
+            self.note(Kind.TAKE, worker, part, steps=steps, number=made)
 
     def die(self, worker: int, back: float) -> None:
         """A worker dies; one that never comes back has left."""

@@ -49,6 +49,8 @@ class Learner(NamedTuple):
             it took, and what it summed up.
         exchange: The memory of the code of its pushes, for each part; or ().
         sent: Its contributions on the way, a tree like the center; () without `delay`.
+        then: The parameters that they were made of; () without `delay`, or if the rule
+            has a `take`.
         brought: Its contributions in a meeting, a tree like the center.
         before: The center before its last meeting, as it was answered; () if the rule
             has no `take`.
@@ -59,6 +61,7 @@ class Learner(NamedTuple):
     worker: Worker
     exchange: Tree
     sent: Tree
+    then: Tree
     brought: Tree
     before: Tree
     after: Tree
@@ -177,7 +180,8 @@ def decoupled(
         exchange: How a worker compresses its pushes; see `asynchronous`.
         fragments: As in `center_variable`: P parts, which meet one by one.
         delay: A worker's steps from its contribution until it takes the answer; what it
-            made meanwhile is overwritten.
+            made meanwhile is overwritten. Of an answer that comes later it keeps that:
+            its parameters become the center's, plus what they moved since.
         link: Seconds of messages, whose bytes are those of the parts.
         failures: Each `(worker, dies at, is back at)`.
         tokens: Behind each step.
@@ -271,6 +275,7 @@ class _ByMeetings(NamedTuple):
             worker,
             codes,
             sent=center if self.delay else (),
+            then=params if self.delay and engine.rule.take is None else (),
             brought=center,
             before=() if engine.rule.take is None else center,
             after=center,
@@ -331,7 +336,11 @@ class _ByMeetings(NamedTuple):
     def push(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A worker that will go on sends its contribution to a part."""
         own, brought, _ = self.engine.bring(part, own, center, self.round_of(row))
-        return own._replace(sent=self.engine.parts.put(own.sent, part, brought))
+        pick, put = self.engine.parts.pick, self.engine.parts.put
+        if not is_nothing(own.then):
+            then = put(own.then, part, pick(own.worker.params, part))
+            own = own._replace(then=then)
+        return own._replace(sent=put(own.sent, part, brought))
 
     def join(self, part: int, own: Learner, center: Tree, row: _Row) -> Learner:
         """A contribution joins a meeting."""
@@ -368,7 +377,12 @@ class _ByMeetings(NamedTuple):
         """A worker takes its answer."""
         engine, pick = self.engine, self.engine.parts.pick
         around = pick(own.before, part), pick(own.after, part)
-        return engine.take(part, own, around, engine.at._replace(steps=row.steps))
+        at = engine.at._replace(steps=row.steps)
+        taken = engine.take(part, own, around, at)
+        if is_nothing(own.then):
+            return taken
+        added = engine.take(part, own, around, at, pick(own.then, part))
+        return where(row.number > self.delay, added, taken)
 
     def land(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what one worker has brought alone, and answers."""

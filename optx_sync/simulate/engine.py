@@ -176,10 +176,12 @@ class Engine(NamedTuple):
         outer = parts.with_each(outer, part, after.outer)
         return Center(value, outer), (before.value, after.value)
 
-    def take(self, part: int, own: Any, around: Around, at: Round) -> Any:
+    def take(
+        self, part: int, own: Any, around: Around, at: Round, then: Tree = ()
+    ) -> Any:
         """A worker takes a part of the center, which moved from one to the other."""
         parts, worker = self.parts, own.worker
-        cut = work.take(self.rule, of_part(parts, worker, part), *around, at)
+        cut = work.take(self.rule, of_part(parts, worker, part), *around, at, then)
         worker = worker._replace(
             params=parts.put(worker.params, part, cut.params),
             taken=parts.put(worker.taken, part, cut.taken),

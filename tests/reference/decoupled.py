@@ -40,6 +40,7 @@ def decoupled(
     )
     x = [np.array(start) for _ in workers]
     anchor = [np.array(start) for _ in workers]
+    then = [np.array(start) for _ in workers]  # when it sent
     known = [[0] * parts for _ in workers]
     age = [[0] * parts for _ in workers]
     fresh = [[0] * parts for _ in workers]  # the worker's step when it took the part
@@ -64,8 +65,10 @@ def decoupled(
         for p in sorted(mail[w]):
             if local[w] - on_way[w][p] >= delay:
                 known[w][p], values = mail[w].pop(p)
-                del on_way[w][p]
-                x[w][p] = anchor[w][p] = values
+                sent = on_way[w].pop(p)
+                late = local[w] - sent > delay
+                x[w][p] = values + (x[w][p] - then[w][p] if late else 0)
+                anchor[w][p] = values
                 fresh[w][p] = local[w]
 
     for second in range(until + 1):
@@ -104,6 +107,7 @@ def decoupled(
                 weight = (age[w][p] * tokens[w]) ** 2 / age[w][p]
                 send(second, w, "push", p, known[w][p], anchor[w][p] - x[w][p], weight)
                 on_way[w][p], since[w], age[w][p] = local[w], 0, 0
+                then[w][p] = x[w][p]
             ends[w] = second + seconds[w] if delay or not on_way[w] else None
         due = [m for m in messages if m[0] == second]
         for _, of, w, what, content in due:

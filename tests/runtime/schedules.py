@@ -157,8 +157,9 @@ class Told:
 class Recorder:
     """A worker's connection, which notes what goes through it."""
 
-    def __init__(self, connection: Any, told: Told, index: int):
+    def __init__(self, connection: Any, told: Told, index: int, drawn: Drawn):
         self._connection, self._told, self._index = connection, told, index
+        self._meets, self._delay = drawn.meet is not None, drawn.delay
         self._life = told.lives
         told.lives += 1
         self.since: dict[int, list[int]] = defaultdict(list)
@@ -194,8 +195,9 @@ class Recorder:
             if self.epochs and one.told == "dropped" and one.epoch not in self.epochs:
                 told.marks["a late contribution after a restart"] += 1
             self.epochs.add(one.epoch)
-            # The steps made meanwhile are overwritten.
-            self.since.pop(push.part, None)
+            # The steps made meanwhile are overwritten, but not by a late answer.
+            if not self._meets or len(self.since[push.part]) <= self._delay:
+                self.since.pop(push.part, None)
             return reply
 
         return Pending(answer, pending.is_there, pending.hand_in)
@@ -215,7 +217,7 @@ def program(drawn: Drawn, told: Told, rng: random.Random):
     pace = [rng.choice([0.05, 0.1, 0.4]) for _ in range(drawn.workers)]
 
     def worker_fn(worker):
-        recorder = Recorder(worker.connection, told, worker.index)
+        recorder = Recorder(worker.connection, told, worker.index, drawn)
         worker.connection = recorder
 
         def step(ticket):

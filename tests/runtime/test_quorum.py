@@ -4,6 +4,7 @@ The laws: K = M at equal speeds is lockstep; `quorum(1)` is `one()` to the bit; 
 that never answers leaves no trace; what is late is dropped, and told.
 """
 
+import threading
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optx_sync as oxs
-from optx_sync.runtime import Server, Worker, one, quorum
+from optx_sync.runtime import Preempted, Server, Worker, one, quorum
 from optx_sync.runtime.messages import Pending
 from tests.meshes import mesh_of
 
@@ -42,13 +43,13 @@ def party(rule, meet, period=8, workers=WORKERS, **options):
         "meet": meet,
     }
     kept = {k: options.pop(k) for k in ("checkpoint_dir", "clock") if k in options}
-    clock = kept.pop("clock", None)
+    clock, inner = kept.pop("clock", None), options.pop("inner", INNER)
     server = Server(PARAMS, rule, **settings, **options, **kept)
     if clock is not None:
         for held in server._held:
             cast(Any, held).clock = clock
     return server, [
-        Worker(server, PARAMS, INNER, rule, index=w, **settings, **options)
+        Worker(server, PARAMS, inner, rule, index=w, **settings, **options)
         for w in range(workers)
     ]
 
@@ -332,6 +333,68 @@ def test_elastic_workers_meet_the_center_as_it_was():
         stepped(*workers)
         for w, worker in enumerate(workers):
             close(worker.params, jax.tree.map(lambda x, w=w, t=t: x[w, t], wanted))
+
+
+def counted(worker, steps=1):
+    """Steps that move all by 1."""
+    for _ in range(steps):
+        worker.step(jax.tree.map(lambda x: -np.ones_like(x), PARAMS))
+
+
+COUNT = oxs.rules.local_sgd()._replace(mean_over=None)
+
+
+@pytest.mark.parametrize("delay", (0, 1, 2))
+def test_what_is_made_while_a_meeting_waits_is_in_the_center(delay):
+    """All 40 steps of the first worker; with `delay=0` it makes no step meanwhile."""
+    server, (first, second) = party(
+        COUNT, quorum(2), 4, 2, delay=delay, inner=optax.sgd(1.0)
+    )
+
+    def program():
+        counted(first, 40)
+        first.flush()
+
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and first.local_step == (40 if delay else 4)
+    counted(second, 1 + delay)  # It is asked, and takes its answer in time.
+    server.leave(1)
+    thread.join(60)
+    assert not thread.is_alive() and not first.unpushed
+    close(server.center(), jax.tree.map(lambda x: x + 40 + 1, PARAMS))
+
+
+def test_one_that_leaves_on_notice_does_not_wait_and_says_what_it_has_not_pushed():
+    server, (first, _) = party(COUNT, quorum(2), 4, 2, delay=1, inner=optax.sgd(1.0))
+    counted(first, 39)
+    first.preempted = True
+    with pytest.raises(Preempted):
+        counted(first)
+    assert first.unpushed == 36
+    server.leave(0)
+    server.leave(1)
+    first.flush()
+    assert first.unpushed == 0
+    close(server.center(), jax.tree.map(lambda x: x + 40, PARAMS))
+
+
+def test_half_precision_keeps_what_it_moved_since():
+    rule, params = oxs.rules.local_sgd(), {"w": jnp.full(3, 3.0, jnp.bfloat16)}
+    settings: dict[str, Any] = {"num_workers": 2, "communication_period": 2}
+    settings |= {"meet": quorum(2), "delay": 1}
+    server = Server(params, rule, **settings)
+    first, second = (
+        Worker(server, params, optax.sgd(0.5), rule, index=index, **settings)
+        for index in range(2)
+    )
+    down = {"w": -jnp.ones(3, jnp.bfloat16)}
+    for worker in (first, first, first, first, second, first):
+        worker.step(down)
+    # The center is at 3.75; since it contributed it has made three steps.
+    assert first.params["w"].tolist() == [5.25] * 3
+    assert first.params["w"].dtype == jnp.bfloat16
 
 
 def test_nobody_waits_for_those_that_have_left():

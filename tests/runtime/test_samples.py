@@ -183,6 +183,21 @@ def test_what_came_late_at_the_end_is_done_by_its_worker():
     assert not slow.resumes() and (seen(server, 2.0) > 0).all()
 
 
+def test_samples_of_steps_made_while_a_meeting_waits_count_and_are_in_the_center():
+    server, start = party(meet=quorum(2), period=4, rule=SUMS)
+    first, second = start(0), start(1)
+    mine, others = first.samples(), second.samples()
+    for _ in range(12):
+        marked(first, next(mine))
+    marked(second, next(others))  # It is asked, and what the first one sent meets it.
+    assert seen(server).sum() == 2 * 5
+    for _ in range(2):  # The first one takes the answer, and contributes all.
+        marked(first, next(mine))
+    for _ in range(2):  # One step of the `delay`, and another one.
+        marked(second, next(others))
+    assert seen(server).sum() == 2 * (14 + 2) and seen(server).max() == 1
+
+
 def leased(server, worker, holds, count):
     return server.lease(worker, 2**62, holds, count)
 

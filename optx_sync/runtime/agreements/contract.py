@@ -55,6 +55,7 @@ class Sent(NamedTuple):
     steps: int = 1  # since the one before
     kept: Tree = ()  # (what was summed up, what was contributed) of a center rule
     codes: Tree = ()  # the memory of its code after it
+    then: Tree = ()  # the parameters that it was made of, where its answer may be late
 
 
 class Way(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.center.fragments import steps_between
-from optx_sync.core.trees import Tree
+from optx_sync.core.trees import Tree, is_nothing
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.coded import compile_plus_decoded, encoded, start_codes
@@ -84,6 +84,8 @@ class OfCenter:
         self.traffic: Traffic = traffic(terms.rule)
         # Whether the parameters that a push is made of are replaced in the same step.
         self.hides: bool = terms.delay == 0
+        # Whether a late answer leaves what was made since the push, as `take` does.
+        self.adds: bool = terms.meet.shared and terms.rule.take is None
         # The center that a worker keeps; with codes the one that they change.
         self.keeps: str = "after" if terms.rule.take is None else ""
         if keeps_before(terms.rule):
@@ -167,7 +169,8 @@ class OfCenter:
         self.unseen = params if hides else self.unseen
         for part, (fields, codes_after) in sent.items():
             arrays = {name: arrays_of(tree) for name, tree in fields.items()}
-            now = contract.Sent(arrays, ages[part], kept[part], codes_after)
+            then = self.params if self.adds else ()
+            now = contract.Sent(arrays, ages[part], kept[part], codes_after, then)
             self.sent[part] = now
             self.ages[part] = self.steps = 0
 
@@ -225,7 +228,10 @@ class OfCenter:
         self.accumulated = self.layout.whole.put(self.accumulated, part, both)
 
     def land(self, part: int, reply: Reply, place: contract.Place) -> None:
-        """Take the reply. What a code owes changes with a push that was used."""
+        """Take the reply. What a code owes changes with a push that was used.
+
+        What was made since the push is overwritten, but not by an answer that is late.
+        """
         shapes = self.layout.pick(self.like, part)
         sent = self.sent.pop(part)
         if reply.used:
@@ -241,21 +247,26 @@ class OfCenter:
                 kept[name] = beside(center, self.params)
             else:
                 read[name] = tree_of(arrays, shapes)
-        passing = self.params, self.taken, kept
+        passing = self.params, self.taken, kept, sent.then if self.is_late(part) else ()
         _, (params, taken) = self._take(part, passing, (read, np.int32(sent.steps)))
         self.params, self.taken = place(params), place(taken)
         if read:  # Views, which the next answer overwrites.
             jax.block_until_ready(params)
 
+    def is_late(self, part: int) -> bool:
+        """Whether more steps than `delay` followed the last push of a part."""
+        return self.ages[part] > self.terms.delay
+
     def _run_take(self, part, passing, read, donated):
-        (params, taken, kept), (others, steps) = passing, read
+        (params, taken, kept, then), (others, steps) = passing, read
         centers, pick, put = {**kept, **others}, self.layout.pick, self.layout.whole.put
         worker, known = work.Worker(pick(params, part), (), (), ()), pick(taken, part)
         # A formula does not read what is not sent.
         x = work.as_center(worker.params, known)
         before, after = centers.get("before", x), centers.get("after", x)
         at = self.terms.at._replace(steps=steps)
-        worker = work.take(self.terms.rule, worker, before, after, at)
+        then = () if is_nothing(then) else pick(then, part)
+        worker = work.take(self.terms.rule, worker, before, after, at, then)
         if self.keeps in centers:
             taken = put(taken, part, centers[self.keeps])
         return (), (put(params, part, worker.params), taken)
