@@ -120,6 +120,14 @@ class Server:
             pull_exchange, meet, num_servers,
         )  # fmt: skip
         way = way_of(agreement, settings)
+        needs = 1 if meet is None or meet.merge is None else meet.merge.needs
+        if samples is not None and needs > 1:
+            raise ValueError(
+                f"samples= counts each sample once, and merge= needs {needs} "
+                "contributions: it could not merge the last samples, which fewer "
+                "workers have. Pass a merge that needs one, such as "
+                "oxs.exchange.median(), or leave out samples=."
+            )
         integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
         self.layout: PartsLayout = lay_out(params, way.fragments, num_servers)
         if integer("number", number, "The first server has 0.", 0) >= num_servers:

@@ -28,7 +28,7 @@ from optx_sync.runtime import worker as at_worker
 from optx_sync.runtime.messages import Pending, PushRefused
 from tests.runtime.world import Disk, Faults, Process, World
 
-TICKETS = 512
+TICKETS = 1024
 RULE = oxs.rules.local_sgd()
 INNER = optax.sgd(1.0)
 CODE = oxs.exchange.quantized(8)
@@ -45,7 +45,7 @@ MARKS = (
     "a slow message", "the disk is full", "a save is damaged", "a save is not finished",
     "it dies right after a save", "dropped", "lost", "short", "retry", "restored",
     "a late contribution after a restart", "two deaths of a server", "samples",
-    "a refused merge", "resumed",
+    "a refused merge", "resumed", "a bomb",
 )  # fmt: skip
 
 
@@ -73,7 +73,8 @@ class Drawn:
     kinds: tuple[str, ...]
     faults: list[tuple[float, str, int, float]]  # (when, kind, who, how long)
     core: set[int]
-    weighs: bool  # whether contributions that are stale by 2 are dropped
+    weighs: bool  # by tokens: a contribution of none is dropped
+    bombs: bool  # whether a meeting may overflow
     flushes: bool
     resumes: bool  # whether a second run goes on with other numbers
 
@@ -97,12 +98,11 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         meet = oxs.runtime.quorum(k, grace, merge=merge, patience=5.0)
     takes = rng.random() < 0.5
     if takes and meet is not None and meet.merge is MERGES[1]:
-        # Where too few workers are left for it, ranges are made again without an end.
-        meet = dataclasses.replace(meet, merge=None)
+        meet = dataclasses.replace(meet, merge=None)  # The last could not be merged.
     delay = 0 if takes else rng.choice([0, 0, 1])
     period = rng.choice([2, 4]) if parts else rng.choice([1, 2, 3])
     code = rng.random() < 0.2
-    weighs = meet is None and rng.random() < 0.3
+    weighs = rng.random() < 0.3
     rng = random.Random(seed)
     samples = rng.choice([20, 40]) if takes else 0
     kinds = tuple(kind for kind in KINDS if rng.random() < 0.5)
@@ -118,6 +118,7 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         every=rng.choice([1, 3, 10]), timeout=rng.choice([None, 4.0]), kinds=kinds,
         faults=faults, core={w for w in range(workers) if rng.random() < 0.6} or {0},
         weighs=weighs, flushes=rng.random() < 0.7, resumes=rng.random() < 0.3,
+        bombs=meet is not None and not code and rng.random() < 0.3,
     )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ class Sent:
     server: int
     number: int
     tickets: list[int]
+    ranges: tuple[int, ...]  # of samples, that came with it
     told: str = "nothing"  # "used", "dropped", "refused"
     epoch: int = 0  # of the server that answered
     order: int = 0  # of the answer
@@ -143,7 +145,7 @@ class Told:
         self.sent: list[Sent] = []
         self.lost: Counter[int] = Counter()  # by life
         self.lives = 0
-        self.tickets = drawn.samples
+        self.tickets = 1  # those before are a bomb's
         self.answers = 0
         self.returned: set[int] = set()
         self.marks: Counter[str] = Counter()
@@ -163,6 +165,7 @@ class Recorder:
         self._life = told.lives
         told.lives += 1
         self.since: dict[int, list[int]] = defaultdict(list)
+        self.bombs = True
         self.epochs: set[int] = set()  # of the servers that have answered
 
     def __getattr__(self, name):
@@ -176,7 +179,7 @@ class Recorder:
         told, tickets = self._told, self.since.pop(push.part, [])
         one = Sent(
             self._index, self._life, push.part, self.layout.owners[push.part],
-            push.round, tickets,
+            push.round, tickets, push.leases,
         )  # fmt: skip
         told.sent.append(one)
         pending = self._connection.send(push)
@@ -203,9 +206,9 @@ class Recorder:
         return Pending(answer, pending.is_there, pending.hand_in)
 
 
-def gradient(ticket: int) -> Any:
+def gradient(ticket: int, bomb: bool = False) -> Any:
     one = np.zeros(TICKETS, np.float32)
-    one[ticket] = -1.0
+    one[ticket], one[0] = -1.0, -3e38 * bomb
     return {"a": one, "b": one}
 
 
@@ -220,17 +223,21 @@ def program(drawn: Drawn, told: Told, rng: random.Random):
         recorder = Recorder(worker.connection, told, worker.index, drawn)
         worker.connection = recorder
 
-        def step(ticket):
-            recorder.made(ticket)
+        def step():
+            recorder.made(ticket := told.ticket())
             system.here().sleep(pace[worker.index])
-            worker.step(gradient(ticket))
+            # Two bombs in a meeting overflow, and one worker has one at most.
+            bomb = drawn.bombs and recorder.bombs and rng.random() < 0.3
+            recorder.bombs = recorder.bombs and not bomb
+            tokens = float(rng.random() > 0.1) if drawn.weighs else None
+            worker.step(gradient(ticket, bomb), tokens=tokens)
 
         if drawn.samples:
-            for lease in worker.samples():
-                step(lease.number)
+            for _ in worker.samples():
+                step()
         else:
             while worker.local_step < drawn.steps:
-                step(told.ticket())
+                step()
         if drawn.flushes:
             worker.flush()
         told.returned.add(worker.index)
@@ -332,9 +339,9 @@ def strike(world: World, kind: str, who: int, long: float) -> None:
         actor.process.notice()
 
 
-def fresh(at: Any) -> Any:
-    """A contribution that is stale by 2 or more is dropped."""
-    return jax.numpy.where(at.staleness < 2, 1.0, 0.0)
+def with_tokens(at: Any) -> Any:
+    """A contribution without tokens is dropped; the others count alike."""
+    return jax.numpy.where(at.tokens > 0, 1.0, 0.0)
 
 
 def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
@@ -397,7 +404,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         if drawn.code:
             options["exchange"] = CODE
         if drawn.weighs:
-            options["weigh"] = fresh
+            options["weigh"] = with_tokens
         return oxs.runtime.run(
             program(drawn, told, rng), PARAMS, INNER, RULE,
             num_workers=drawn.workers, num_servers=drawn.servers,
@@ -484,6 +491,7 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     if merges:
         return
     shares: dict[int, list[float]] = defaultdict(list)
+    counted: Counter[int] = Counter()
     missing: Counter[int] = Counter()
     newest: dict[tuple[int, int], int] = {}
     answered = [one for one in told.sent if one.told in ("used", "dropped")]
@@ -491,25 +499,20 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         newest[one.life, one.server] = one.epoch
     whole = 1 / drawn.workers if drawn.meet is None else None
     for one in told.sent:
-        leaves = of_part if not several else [of_part[one.part]]
-        for leaf in leaves:
-            found = leaf[one.tickets]
-            if not one.tickets:
-                continue
-            assert np.ptp(found) < 1e-3 or drawn.samples, f"torn: {one} {found}"
-            share = float(found[0])
-            if drawn.samples:
-                continue
-            assert share > -1e-3, f"below nothing: {one} {found}"
-            if whole is not None:
-                ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
-                assert ok, f"not once: {one} {found}"
-            if one.told == "dropped":  # What was refused is pushed again.
-                assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
-        if drawn.samples or not one.tickets:
+        if not one.tickets:
             continue
-        share = float(leaves[0][one.tickets[0]])
+        for leaf in of_part if not several else [of_part[one.part]]:
+            found = leaf[one.tickets]
+            assert np.ptp(found) < 1e-3, f"torn: {one} {found}"
+        share = float(found[0])
+        assert share > -1e-3, f"below nothing: {one} {found}"
+        if whole is not None:
+            ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
+            assert ok, f"not once: {one} {found}"
+        if one.told == "dropped":  # What was refused is pushed again.
+            assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
         shares[one.part].append(share)
+        counted.update(one.ranges if share > 1e-3 else ())
         gone = one.told == "used" and abs(share) < 1e-3
         if gone and one.epoch != newest[one.life, one.server]:
             missing[one.life] += 1
@@ -519,31 +522,28 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
             f"{told.lost[life]}"
         )
     if drawn.samples:
-        # The first server counts ranges, by those of its parts that they came with.
-        (first, *_) = (x for x in world.actors if x.is_server)
-        leaves = [of_part[part] for part in first.last._server.parts]
-        counted = np.max(leaves, axis=0)[: drawn.samples]
+        twice = [number for number, times in counted.items() if times > 1]
+        assert not twice, f"counted twice: {twice}"
+        missed = {*range(drawn.samples)} - counted.keys()
         # Where a server dies after all programs have ended, the run's end says so.
-        told_so = history.count("uncounted") and history.count("restored")
-        missed = np.flatnonzero(counted < 1e-3)
-        assert told_so or not missed.size, f"not counted: {missed}"
-        if whole is not None and len(leaves) == 1:
-            twice = np.flatnonzero(counted > whole + 1e-3)
-            assert not twice.size, f"counted twice: {twice} {counted[twice]}"
-    elif drawn.meet is not None:
-        for part in range(2 if several else 1):
-            servers = [x for x in world.actors if x.is_server]
-            for actor in servers:
-                server = actor.last._server
-                if part in server.parts:
-                    steps = server._held[server.parts.index(part)].global_step
-                    total = sum(shares[part])
-                    empty = sum(
-                        1 for s in told.sent if s.part == part and not s.tickets
-                    )
-                    assert total <= steps + 1e-2 and total >= steps - empty - 1e-2, (
-                        f"part {part}: {steps} meetings hold {total} of their means"
-                    )
+        said = [e.message for e in history.events if e.kind == "uncounted"]
+        known = sum(int(message.split()[0]) for message in said)
+        assert known >= len(missed), f"not counted: {missed}; told of {known}"
+    if drawn.meet is None:
+        return
+    servers = [x.last._server for x in world.actors if x.is_server]
+    for part, those in shares.items():
+        (held,) = (
+            server._held[server.parts.index(part)]
+            for server in servers
+            if part in server.parts
+        )
+        # What has no tickets of its own leaves no trace.
+        empty = sum(1 for s in told.sent if s.part == part and not s.tickets)
+        steps, total = held.global_step, sum(those)
+        assert steps - empty - 1e-2 <= total <= steps + 1e-2, (
+            f"part {part}: {steps} meetings hold {total} of their means"
+        )
 
 
 def main() -> None:

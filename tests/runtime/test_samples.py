@@ -378,3 +378,6 @@ def test_no_samples_and_wrong_ones_are_refused():
     for wrong in ({"total": 0, "batch": 1}, {"total": 1, "batch": 0}):
         with pytest.raises(ValueError, match="must be 1 or more"):
             Samples(**wrong)
+    meet = quorum(3, merge=oxs.exchange.trimmed_mean(1))
+    with pytest.raises(ValueError, match=r"merge= needs 3 contributions: .* median"):
+        party(meet=meet)
