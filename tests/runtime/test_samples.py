@@ -379,5 +379,5 @@ def test_no_samples_and_wrong_ones_are_refused():
         with pytest.raises(ValueError, match="must be 1 or more"):
             Samples(**wrong)
     meet = quorum(3, merge=oxs.exchange.trimmed_mean(1))
-    with pytest.raises(ValueError, match=r"merge= needs 3 contributions: .* median"):
+    with pytest.raises(ValueError, match=r"merge= needs 3 contributions: .*median"):
         party(meet=meet)
