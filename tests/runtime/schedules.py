@@ -29,6 +29,7 @@ from optx_sync.runtime.messages import Pending, PushRefused
 from tests.runtime.world import Disk, Faults, Process, World
 
 TICKETS = 1024
+BOMB = 2.5e38  # two of them overflow
 RULE = oxs.rules.local_sgd()
 INNER = optax.sgd(1.0)
 CODE = oxs.exchange.quantized(8)
@@ -45,7 +46,7 @@ MARKS = (
     "a slow message", "the disk is full", "a save is damaged", "a save is not finished",
     "it dies right after a save", "dropped", "lost", "short", "retry", "restored",
     "a late contribution after a restart", "two deaths of a server", "samples",
-    "a refused merge", "resumed", "a bomb",
+    "a refused merge", "resumed", "a pull", "a bomb",
 )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ class Drawn:
     core: set[int]
     weighs: bool  # by tokens: a contribution of none is dropped
     bombs: bool  # whether a meeting may overflow
+    pulls: bool  # whether workers start anew from the center now and then
     flushes: bool
     resumes: bool  # whether a second run goes on with other numbers
 
@@ -118,6 +120,7 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         every=rng.choice([1, 3, 10]), timeout=rng.choice([None, 4.0]), kinds=kinds,
         faults=faults, core={w for w in range(workers) if rng.random() < 0.6} or {0},
         weighs=weighs, flushes=rng.random() < 0.7, resumes=rng.random() < 0.3,
+        pulls=rng.random() < 0.0,
         bombs=meet is not None and not code and rng.random() < 0.3,
     )  # fmt: skip
 
@@ -135,7 +138,6 @@ class Sent:
     ranges: tuple[int, ...]  # of samples, that came with it
     told: str = "nothing"  # "used", "dropped", "refused"
     epoch: int = 0  # of the server that answered
-    order: int = 0  # of the answer
 
 
 class Told:
@@ -146,7 +148,7 @@ class Told:
         self.lost: Counter[int] = Counter()  # by life
         self.lives = 0
         self.tickets = 1  # those before are a bomb's
-        self.answers = 0
+        self.heard: dict[tuple[int, int], int] = {}  # (life, server) -> its epoch
         self.returned: set[int] = set()
         self.marks: Counter[str] = Counter()
 
@@ -159,8 +161,9 @@ class Told:
 class Recorder:
     """A worker's connection, which notes what goes through it."""
 
-    def __init__(self, connection: Any, told: Told, index: int, drawn: Drawn):
-        self._connection, self._told, self._index = connection, told, index
+    def __init__(self, worker: Any, told: Told, drawn: Drawn):
+        self._connection, self._told = worker.connection, told
+        self._index = worker.index
         self._meets, self._delay = drawn.meet is not None, drawn.delay
         self._life = told.lives
         told.lives += 1
@@ -174,6 +177,19 @@ class Recorder:
     def made(self, ticket: int) -> None:
         for part in range(len(self.layout.owners)):
             self.since[part].append(ticket)
+
+    def _hear(self, server: int) -> int:
+        epoch = self._connection._clients[self._index, server].epoch
+        self._told.heard[self._life, server] = epoch
+        return epoch
+
+    def anew(self, worker: Any) -> None:
+        """The worker has pulled the center, and was told what was lost by then."""
+        for server in range(len(self.servers)):
+            self._hear(server)
+        self._told.lost[self._life] = worker.lost
+        self._told.marks["a pull"] += 1
+        self.since.clear()
 
     def send(self, push):
         told, tickets = self._told, self.since.pop(push.part, [])
@@ -191,9 +207,8 @@ class Recorder:
                 one.told = "refused"
                 self.since[push.part] = tickets + self.since[push.part]
                 raise
-            told.answers += 1
-            one.told, one.order = "used" if reply.used else "dropped", told.answers
-            one.epoch = self._connection._clients[self._index, one.server].epoch
+            one.told = "used" if reply.used else "dropped"
+            one.epoch = self._hear(one.server)
             told.lost[self._life] += reply.lost
             if self.epochs and one.told == "dropped" and one.epoch not in self.epochs:
                 told.marks["a late contribution after a restart"] += 1
@@ -208,7 +223,7 @@ class Recorder:
 
 def gradient(ticket: int, bomb: bool = False) -> Any:
     one = np.zeros(TICKETS, np.float32)
-    one[ticket], one[0] = -1.0, -3e38 * bomb
+    one[ticket], one[0] = -1.0, -BOMB * bomb
     return {"a": one, "b": one}
 
 
@@ -220,17 +235,25 @@ def program(drawn: Drawn, told: Told, rng: random.Random):
     pace = [rng.choice([0.05, 0.1, 0.4]) for _ in range(drawn.workers)]
 
     def worker_fn(worker):
-        recorder = Recorder(worker.connection, told, worker.index, drawn)
+        # A program that runs again does so with its worker.
+        again = isinstance(worker.connection, Recorder)
+        recorder = worker.connection if again else Recorder(worker, told, drawn)
         worker.connection = recorder
+        if again:
+            recorder.anew(worker)
 
         def step():
             recorder.made(ticket := told.ticket())
             system.here().sleep(pace[worker.index])
             # Two bombs in a meeting overflow, and one worker has one at most.
             bomb = drawn.bombs and recorder.bombs and rng.random() < 0.3
+            bomb = bomb and abs(float(worker.params["a"][0])) < BOMB / 8
             recorder.bombs = recorder.bombs and not bomb
             tokens = float(rng.random() > 0.1) if drawn.weighs else None
             worker.step(gradient(ticket, bomb), tokens=tokens)
+            if drawn.pulls and rng.random() < 0.1:
+                worker.pull()
+                recorder.anew(worker)
 
         if drawn.samples:
             for _ in worker.samples():
@@ -483,20 +506,32 @@ def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
     judge(world, more, told, center, history)
 
 
+def held_of(world: World) -> dict[int, Any]:
+    """What servers hold of each part at the end."""
+    servers = [actor.last._server for actor in world.actors if actor.is_server]
+    return {
+        part: held
+        for server in servers
+        for part, held in zip(server.parts, server._held, strict=True)
+    }
+
+
 def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> None:
     """Raise where the center and what was told are not of one another."""
     of_part = [np.asarray(center[name]) for name in "ab"]
     several = drawn.parts or drawn.servers > 1
-    merges = drawn.meet is not None and drawn.meet.merge is not None
-    if merges:
+    for actor in world.actors:
+        threads = actor.options.get("max_concurrency", 1)
+        assert actor.most <= threads, f"{actor.most} calls in {threads} threads"
+    if drawn.meet is not None and drawn.meet.merge is not None:
+        needs = drawn.meet.merge.needs
+        may = sum(one.told in ("used", "nothing") for one in told.sent)
+        steps = sum(held.global_step for held in held_of(world).values())
+        assert may >= needs * steps, f"{steps} of {may} merged"
         return
     shares: dict[int, list[float]] = defaultdict(list)
     counted: Counter[int] = Counter()
     missing: Counter[int] = Counter()
-    newest: dict[tuple[int, int], int] = {}
-    answered = [one for one in told.sent if one.told in ("used", "dropped")]
-    for one in sorted(answered, key=lambda one: one.order):
-        newest[one.life, one.server] = one.epoch
     whole = 1 / drawn.workers if drawn.meet is None else None
     for one in told.sent:
         if not one.tickets:
@@ -514,7 +549,7 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         shares[one.part].append(share)
         counted.update(one.ranges if share > 1e-3 else ())
         gone = one.told == "used" and abs(share) < 1e-3
-        if gone and one.epoch != newest[one.life, one.server]:
+        if gone and one.epoch != told.heard[one.life, one.server]:
             missing[one.life] += 1
     for life, number in missing.items():
         assert number <= told.lost[life], (
@@ -531,16 +566,10 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         assert known >= len(missed), f"not counted: {missed}; told of {known}"
     if drawn.meet is None:
         return
-    servers = [x.last._server for x in world.actors if x.is_server]
     for part, those in shares.items():
-        (held,) = (
-            server._held[server.parts.index(part)]
-            for server in servers
-            if part in server.parts
-        )
         # What has no tickets of its own leaves no trace.
         empty = sum(1 for s in told.sent if s.part == part and not s.tickets)
-        steps, total = held.global_step, sum(those)
+        steps, total = held_of(world)[part].global_step, sum(those)
         assert steps - empty - 1e-2 <= total <= steps + 1e-2, (
             f"part {part}: {steps} meetings hold {total} of their means"
         )

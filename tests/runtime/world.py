@@ -318,6 +318,7 @@ class Actor:
         self.calls: dict[Ref, None] = {}
         self.turn: list[Any] = []  # calls that wait for the one that runs
         self.busy = False
+        self.running = 0  # calls in its threads
         self.early: list[Any] = []  # calls before it had started
         self.index: int | None = None  # of a worker, by its call of `run`
         world.actors.append(self)
@@ -398,13 +399,23 @@ class Actor:
             self.take(ref, name, given, lost)
 
     restarted = False
+    most = 0  # calls in its threads
 
     def take(self, ref: Ref, name: str, given: tuple, lost: bool) -> None:
         if self.options.get("max_concurrency", 1) == 1:
             self.turn.append((ref, name, given, lost))
             self.next()
         else:
-            self.world.start(self.process, lambda: self.answer(ref, name, given, lost))
+            self.world.start(self.process, lambda: self.thread(ref, name, given, lost))
+
+    def thread(self, *call: Any) -> None:
+        """Answer in a thread of one's own, of which there are so many and no more."""
+        process = self.process
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.answer(*call)
+        if process.alive:
+            self.running -= 1
 
     def next(self) -> None:
         if self.turn and not self.busy:
@@ -442,7 +453,7 @@ class Actor:
         if self.process is not None:
             self.process.alive = False
         self.last, self.actor = self.actor or self.last, None
-        self.busy, self.turn = False, []
+        self.busy, self.turn, self.running = False, [], 0
         for_good = for_good or not self.restarts
         self.over = self.over or for_good
         self.early = []
