@@ -318,11 +318,35 @@ def test_a_merge_that_needs_more_than_have_come_merges_nothing_and_says_so():
         worker.land()
         assert not worker.used
     close(server.center(), PARAMS)
-    said = [event.message for event in server.events()[1] if event.kind == "short"]
-    assert said == [
-        "A meeting of part 0 is short: nothing was merged of 2, for merge= needs 3: "
-        "all are dropped."
+    short = "A meeting of part 0 is short: nothing was merged of "
+    said = short + "2, for merge= needs 3: all are dropped."
+    assert shortages(server) == [said]
+    # Three have come, and one of them weighs nothing.
+    rule = DILOCO._replace(weigh=lambda at: at.tokens)
+    server, workers = party(rule, quorum(3, merge=trimmed), 1, 3)
+    held: Any = server._held[0]
+    sent = {path: np.ones((8, 2), np.float32) for path in held.center}
+    for w, tokens in enumerate((1.0, 0.0, 1.0)):
+        push = oxs.runtime.Push(w, 1, {"contribution": sent}, tokens=tokens)
+        held.absorb(w, push, {})
+    assert shortages(server) == [said] and held.dropped == {0, 1, 2}
+
+
+def test_a_meeting_that_would_overflow_is_dropped_and_says_so():
+    server, _ = party(COUNT, quorum(2), 1, 2)
+    held: Any = server._held[0]
+    sent = {path: np.full((8, 2), 3e38, np.float32) for path in held.center}
+    for w in range(2):
+        held.absorb(w, oxs.runtime.Push(w, 1, {"contribution": sent}), {})
+    assert shortages(server) == [
+        "A meeting of part 0 is short: nothing was merged of 2, for the center would "
+        "hold a NaN or infinity: all are dropped."
     ]
+    close(server.center(), PARAMS)
+
+
+def shortages(server):
+    return [event.message for event in server.events()[1] if event.kind == "short"]
 
 
 def test_elastic_workers_meet_the_center_as_it_was():

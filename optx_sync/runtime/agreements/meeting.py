@@ -154,13 +154,18 @@ class Meetings(Center):
     def _close(self, now: float) -> None:
         came, self.came, self.closes = self.came, [], None
         weights, self.weights = self.weights, []
-        counts, needs = [False for _ in came], self.merge.needs
+        weigh, needs = [bool(weight > 0) for weight in weights], self.merge.needs
+        counts, why = [False for _ in came], ""
         try:
-            if len(came) < needs:
-                what = f"nothing was merged of {len(came)}, for merge= needs {needs}"
-                self.short += (f"{what}: all are dropped",)
+            if 0 < sum(weigh) < needs:
+                why = f"merge= needs {needs}"
             elif self._merge(weights):
-                counts = [bool(weight > 0) for weight in weights]
+                counts = weigh
+            elif any(weigh):
+                why = "the center would hold a NaN or infinity"
+            if why:
+                what = f"nothing was merged of {sum(weigh)}, for {why}"
+                self.short += (f"{what}: all are dropped",)
         finally:  # Also where `merge` raises, everybody is told.
             for one, used in zip(came, counts, strict=True):
                 if not used:
