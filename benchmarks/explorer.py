@@ -208,8 +208,11 @@ class Explorer:
     def frozen(self, server):
         centers = tuple(held.center["['x']"].tobytes() for held in server._held)
         held = self.held(server)
+        # What is only counted tells no two machines apart.
+        counted = (x._replace(heard=0, refused=0) for x in server._book.entries)
+        book = server._book._replace(entries=tuple(counted))
         return self.machines.number(
-            Machine(server._book, centers, server._checkpoints.frozen(), held)
+            Machine(book, centers, server._checkpoints.frozen(), held)
         )
 
     def held(self, server) -> tuple:
@@ -232,7 +235,6 @@ class Explorer:
             held.bounds = {"['x']": bound(values)}
             held.seen = list(model.seen)
             thawed._held.append(held)
-        thawed._local_steps, thawed.refused = [0] * self.workers, [0] * self.workers
         return thawed
 
     def _deliver(self, machine, server, request, kind, place, met):

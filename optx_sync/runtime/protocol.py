@@ -38,6 +38,11 @@ class Entry(NamedTuple):
     places: tuple[Place, ...]  # of each part that lives here
     incarnation: int = 0  # the one that may push; 0: no join is needed
     joins: int = 0
+    step: int = 0  # its steps at its last push
+    notes: str = ""  # of its program, for its successor
+    left: bool = False  # whether its program has ended
+    heard: int = 0  # its requests, since this server has started
+    refused: int = 0  # its pushes that were refused, since then
 
 
 class Book(NamedTuple):
@@ -51,6 +56,16 @@ class Book(NamedTuple):
     saved: tuple[int, ...] = ()  # the checkpoints that can be read
     since: int = 0  # pushes since the last attempt
 
+    def with_entry(self, worker: int, **changes: Any) -> "Book":
+        """The book after these fields of a worker's entry have changed."""
+        entry = self.entries[worker]._replace(**changes)
+        return self._replace(entries=_put(self.entries, worker, entry))
+
+    def with_place(self, worker: int, part: int, place: Place) -> "Book":
+        """The book after a worker's place of a part has changed."""
+        places = _put(self.entries[worker].places, part, place)
+        return self.with_entry(worker, places=places)
+
 
 def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     """The book of a server that starts."""
@@ -58,11 +73,26 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     return Book(entries, epoch, every, handed=epoch)
 
 
-def entry_of(saved: list[Any]) -> Entry:
-    """An entry as JSON gives it back, without tuples."""
-    places, *rest = saved
-    of_parts = (Place(number, tuple(last), used) for number, last, used in places)
-    return Entry(tuple(of_parts), *rest)
+def notes_of(entries: tuple[Entry, ...]) -> dict[str, Any]:
+    """What a checkpoint keeps of the workers, as JSON."""
+    return {
+        "entries": [entry[:3] for entry in entries],
+        "local_steps_of_workers": [entry.step for entry in entries],
+        "places_of_workers": [entry.notes for entry in entries],
+        "left": [worker for worker, entry in enumerate(entries) if entry.left],
+    }
+
+
+def noted(notes: dict[str, Any], entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The entries of new workers after `notes_of` earlier ones, maybe of others."""
+    found = []
+    names = "entries", "local_steps_of_workers", "places_of_workers"
+    of_workers = zip(*(notes[name] for name in names), strict=True)
+    for (places, incarnation, joins), step, said in of_workers:
+        of_parts = (Place(number, tuple(last), used) for number, last, used in places)
+        left = len(found) in notes.get("left", ())
+        found.append(Entry(tuple(of_parts), incarnation, joins, step, said, left))
+    return (*found[: len(entries)], *entries[len(found) :])
 
 
 # Requests to a server.
@@ -111,7 +141,9 @@ class Standing(NamedTuple):
     """Done now or before: the state of this worker's pushes."""
 
     epoch: int
-    entry: Entry
+    places: tuple[Place, ...]
+    incarnation: int
+    joins: int
     busy: bool = False  # not done yet: ask again
 
 
@@ -119,7 +151,7 @@ class Turned(NamedTuple):
     """The server has been restarted since; these pushes survived."""
 
     epoch: int
-    entry: Entry
+    places: tuple[Place, ...]
 
 
 class Superseded(NamedTuple):
@@ -158,17 +190,16 @@ def decide(book: Book, request: Request) -> Decision:
         joins = entry.joins + (incarnation > entry.incarnation)
         incarnation = handed if request.above else incarnation
         book = book._replace(handed=max(book.handed, incarnation))
-        book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
+        book = book.with_entry(worker, incarnation=incarnation, joins=joins)
         return Decision(book, standing(book, worker))
     if request.epoch != book.epoch:
-        return Decision(book, Turned(book.epoch, entry))
+        return Decision(book, Turned(book.epoch, entry.places))
     if request.incarnation < entry.incarnation:
         return Decision(book, _superseded(request, entry))
     if request.incarnation > entry.incarnation:  # It joined after the checkpoint.
         joins = max(entry.joins, request.joins)
-        entry = entry._replace(incarnation=request.incarnation, joins=joins)
         book = book._replace(handed=max(book.handed, request.incarnation))
-        book = _with(book, worker, entry)
+        book = book.with_entry(worker, incarnation=request.incarnation, joins=joins)
     if isinstance(request, Stay):
         return Decision(book, standing(book, worker))
     return _send(book, entry, request)
@@ -199,15 +230,14 @@ def _send(book: Book, entry: Entry, request: Send) -> Decision:
         message = f"round {request.round} of worker {worker} {why}"
         return Decision(book, Refused(message))
     place = Place(request.round, name, place.used + 1)
-    book = _with_place(book, worker, request.part, place)
-    book = book._replace(since=book.since + 1)
+    book = book.with_place(worker, request.part, place)._replace(since=book.since + 1)
     return Decision(book, standing(book, worker), applies=True)
 
 
 def dropped(book: Book, worker: int, part: int) -> Book:
     """Count the last push as stale: it was dropped."""
     place = book.entries[worker].places[part]
-    return _with_place(book, worker, part, place._replace(used=place.used - 1))
+    return book.with_place(worker, part, place._replace(used=place.used - 1))
 
 
 def is_due(book: Book) -> bool:
@@ -222,17 +252,8 @@ def saved(book: Book, number: int) -> Book:
 
 def standing(book: Book, worker: int, busy: bool = False) -> Standing:
     """The state of a worker's pushes."""
-    return Standing(book.epoch, book.entries[worker], busy)
-
-
-def _with(book: Book, worker: int, entry: Entry) -> Book:
-    return book._replace(entries=_put(book.entries, worker, entry))
-
-
-def _with_place(book: Book, worker: int, part: int, place: Place) -> Book:
-    entry = book.entries[worker]
-    places = _put(entry.places, part, place)
-    return _with(book, worker, entry._replace(places=places))
+    places, incarnation, joins, *_ = book.entries[worker]
+    return Standing(book.epoch, places, incarnation, joins, busy)
 
 
 def _put(items: tuple, number: int, item) -> tuple:
@@ -303,15 +324,14 @@ def hears(client: Client, answer: Answer) -> Client:
     client = client._replace(epoch=answer.epoch)
     if answer.busy:  # Others have to come: ask again.
         return client._replace(phase="token" if client.sending else "waiting")
-    places, incarnation, joins = answer.entry
     if client.phase == "enter":
-        lines = tuple(Line(p.round, p.round, p.used, p.used) for p in places)
+        lines = tuple(Line(p.round, p.round, p.used, p.used) for p in answer.places)
         client = client._replace(
-            lines=lines, incarnation=incarnation, above=0, joins=joins
+            lines=lines, incarnation=answer.incarnation, above=0, joins=answer.joins
         )
     elif client.sending:
         part, serial = client.sending
-        line, place = client.lines[part], places[part]
+        line, place = client.lines[part], answer.places[part]
         serial = max(line.serial, serial)
         line = line._replace(serial=serial, round=place.round, used=place.used)
         client = client._replace(lines=_put(client.lines, part, line))
@@ -322,7 +342,7 @@ def _resumed(client: Client, answer: Turned) -> Client:
     """The client after the server was restored: which of its pushes survived."""
     lines: list[Line] = []
     lost = client.lost
-    for part, place in enumerate(answer.entry.places):
+    for part, place in enumerate(answer.places):
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
         # Without lines it has sent this server no request yet.

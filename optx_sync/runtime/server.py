@@ -144,16 +144,10 @@ class Server:
         every = checkpoint_every if self._checkpoints else 0
         epoch = here().stamp()  # A later start has a higher number.
         self._book: Book = protocol.new_book(num_workers, len(self.parts), epoch, every)
-        self._local_steps: list[int] = [0] * num_workers
-        # For each worker's successor: notes of its program.
-        self._places: list[str] = [""] * num_workers
-        self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
-        self._left: set[int] = set()  # workers whose programs have ended
         self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
-        self.refused: list[int] = [0] * num_workers
         self._ledger: Ledger = Ledger(samples)
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
@@ -194,8 +188,8 @@ class Server:
         if problem := self._unknown(worker):
             raise ValueError(problem)
         with self._changed:
-            if worker not in self._left:
-                self._left.add(worker)
+            if not self._book.entries[worker].left:
+                self._book = self._book.with_entry(worker, left=True)
                 self._note("left", worker)
                 self._ledger.gone(worker)
             for held in self._held:
@@ -205,10 +199,22 @@ class Server:
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined since the run began."""
-        return all(
-            entry.incarnation > 0 or worker in self._left
-            for worker, entry in enumerate(self._book.entries)
-        )
+        return all(x.incarnation > 0 or x.left for x in self._book.entries)
+
+    @property
+    def refused(self) -> list[int]:
+        """The pushes of each worker that were refused since this server started."""
+        return [entry.refused for entry in self._book.entries]
+
+    @property
+    def _left(self) -> set[int]:
+        """The workers whose programs have ended."""
+        return {w for w, entry in enumerate(self._book.entries) if entry.left}
+
+    def _hear(self, worker: int) -> None:
+        """Count a request of a worker."""
+        heard = self._book.entries[worker].heard + 1
+        self._book = self._book.with_entry(worker, heard=heard)
 
     def push(self, push: Push) -> Reply:
         """Absorb a worker's push, and answer it.
@@ -269,7 +275,7 @@ class Server:
         since it took `met` meetings. Waits `seconds` at most until that is so.
         """
         with self._changed:
-            self._heard[worker] += 1
+            self._hear(worker)
             held = self._held[self.parts.index(part)]
             self._wait(held, lambda: not held.asks(worker, met), seconds)
             return held.asks(worker, met)
@@ -285,7 +291,7 @@ class Server:
         with self._changed:
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
-            self._heard[worker] += 1
+            self._hear(worker)
             for held in self._held:
                 held.settle()
             self._count_samples()
@@ -364,7 +370,7 @@ class Server:
 
     def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
         """`events`, and how many requests of each worker this server has heard."""
-        return *self.events(boot, since), list(self._heard)
+        return *self.events(boot, since), [x.heard for x in self._book.entries]
 
     def checkpoint(self) -> Any:
         """Save the center in Orbax's format: written aside, then renamed.
@@ -402,7 +408,7 @@ class Server:
                 problem = f"part {push.part} does not live here, but {self.parts}."
         if problem:
             return self._refuse(push, problem), None
-        self._heard[worker] += 1
+        self._hear(worker)
         book, answer, applies = protocol.decide(self._book, request)
         if isinstance(answer, protocol.Superseded | protocol.Refused):
             self._refuse(push, answer.message)
@@ -430,14 +436,15 @@ class Server:
         return reply._replace(round=number)
 
     def _joined(self, worker: int) -> Joined:
-        self._left.discard(worker)
+        self._book = self._book.with_entry(worker, left=False)
         self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
             parts[part] = JoinedPart(held.current(), place.round, held.global_step)
-        step, place = self._local_steps[worker], self._places[worker]
-        return Joined(parts, step, entry.joins - 1, entry.incarnation, place)
+        return Joined(
+            parts, entry.step, entry.joins - 1, entry.incarnation, entry.notes
+        )
 
     def _apply(
         self, request: protocol.Send, push: Push | None, book: Book
@@ -464,11 +471,11 @@ class Server:
             return self._refuse(push, message), None
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
-        self._book = book
+        self._book = book.with_entry(
+            worker, step=int(push.local_step), notes=push.place
+        )
         held.release(self._left)
         self._count_samples()
-        self._local_steps[worker] = int(push.local_step)
-        self._places[worker] = push.place
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, staleness=int(push.lost), message=message)
@@ -494,13 +501,7 @@ class Server:
             of_parts.append({**more, "made_by": made_by})
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
-        notes = {
-            "parts": of_parts,
-            "entries": self._book.entries,
-            "local_steps_of_workers": self._local_steps,
-            "places_of_workers": self._places,
-            "left": sorted(self._left),
-        }
+        notes = {"parts": of_parts, **protocol.notes_of(self._book.entries)}
         if self._ledger.samples is not None:
             notes["ledger"] = self._ledger.saved()
         try:
@@ -532,14 +533,13 @@ class Server:
             for one, error in damaged:
                 checkpoints.put_aside(one)
                 self._note("damaged", message=f"{error} An earlier one is taken.")
-            entries = tuple(map(protocol.entry_of, notes["entries"]))
-            entries = self._sized(entries, self._book.entries[0])
+            if not comes_back:  # All begin anew, and join.
+                notes["left"] = []
+            entries = protocol.noted(notes, self._book.entries)
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)
-            if comes_back:  # Others begin anew, and join.
-                self._left = set(notes.get("left", ()))
-                for held in self._held:
-                    held.release(self._left)
+            for held in self._held if comes_back else ():
+                held.release(self._left)
             if self._ledger.samples is not None and "ledger" in notes:
                 # Who joined after the checkpoint may hold ranges, too.
                 alive = set(range(self.num_workers)) - self._left
@@ -594,23 +594,17 @@ class Server:
                 )
             held.load(of_part, note)
             self._held.append(held)
-        self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
-        self._places = self._sized(notes["places_of_workers"], "")
-
-    def _sized(self, of_workers: Any, new: Any) -> Any:
-        """The entries of each worker, resized to another number of workers."""
-        added = [new] * (self.num_workers - len(of_workers))
-        return type(of_workers)([*of_workers[: self.num_workers], *added])
 
     # Events and messages.
 
     def _refuse(self, push: Push | None, message: str) -> protocol.Refused:
         """Count and tell of a push that is refused."""
         if push is not None:
-            known = not self._unknown(push.worker)
-            if known:
-                self.refused[push.worker] += 1
-            self._note("refused", push.worker if known else -1, message=message)
+            worker = -1 if self._unknown(push.worker) else push.worker
+            if worker >= 0:
+                refused = self._book.entries[worker].refused + 1
+                self._book = self._book.with_entry(worker, refused=refused)
+            self._note("refused", worker, message=message)
         return protocol.Refused(message)
 
     def _unknown(self, worker: Any) -> str:
@@ -638,9 +632,9 @@ class Server:
                 part=push.part,
             )
         if worker >= 0:
-            place = self._book.entries[worker].places[self.parts.index(event.part)]
-            step = int(self._local_steps[worker])
-            event = event._replace(round=place.round, local_step=step)
+            entry = self._book.entries[worker]
+            place = entry.places[self.parts.index(event.part)]
+            event = event._replace(round=place.round, local_step=entry.step)
         self._events.append(event)
 
 

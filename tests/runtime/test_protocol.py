@@ -92,7 +92,7 @@ def test_exploration_finds_a_loss_that_is_not_told(monkeypatch):
 def of(epoch, *place):
     """What a server answers: its epoch, and the state of the pushes of one part."""
     places = (protocol.Place(*place),)
-    return protocol.Standing(epoch, protocol.Entry(places, 5, 1))
+    return protocol.Standing(epoch, places, 5, 1)
 
 
 def test_a_push_that_is_sent_again_is_not_told_as_lost():
