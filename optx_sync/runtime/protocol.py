@@ -9,9 +9,12 @@ events with this code.
 **A push is of one part, and a part lives on one server.** So a push is one call: it has
 been applied, or it has not. Servers know nothing of each other.
 
-**A push has a name**, (incarnation, serial). Each join hands out a new incarnation, and
-a server answers only a worker's newest one. The server keeps the name of the last push
-that it applied to each part, and so recognises one that is sent again.
+**A push has a name**, (incarnation, round): its round is its number among the worker's
+pushes of the part, `Push.round`. Each join hands out a new incarnation, and a server
+answers only a worker's newest one. The server keeps the name of the last push that it
+applied to each part, and so recognises one that is sent again. It counts the pushes,
+too, and applies none out of order. Where some of them went with a server the count goes
+back and the rounds do not: else a lost push and a later one would have one name.
 
 **A server has checkpoints of its own.** One that dies is restored from its last one, in
 a new epoch. It turns away messages of another epoch, and says which push of each part
@@ -20,14 +23,14 @@ survived. So the worker knows what is lost, and reports it.
 
 from typing import Any, NamedTuple, TypeAlias
 
-# (incarnation, serial); () stands for no push.
+# (incarnation, round); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
 
 
 class Place(NamedTuple):
     """What a server has applied of one worker's pushes of one part."""
 
-    round: int = 0  # the number of pushes
+    counted: int = 0  # the number of pushes
     last: Name = ()  # the last one
     used: int = 0  # the number of those not dropped as stale
 
@@ -89,7 +92,7 @@ def noted(notes: dict[str, Any], entries: tuple[Entry, ...]) -> tuple[Entry, ...
     names = "entries", "local_steps_of_workers", "places_of_workers"
     of_workers = zip(*(notes[name] for name in names), strict=True)
     for (places, incarnation, joins), step, said in of_workers:
-        of_parts = (Place(number, tuple(last), used) for number, last, used in places)
+        of_parts = (Place(count, tuple(last), used) for count, last, used in places)
         left = len(found) in notes.get("left", ())
         found.append(Entry(tuple(of_parts), incarnation, joins, step, said, left))
     return (*found[: len(entries)], *entries[len(found) :])
@@ -98,40 +101,24 @@ def noted(notes: dict[str, Any], entries: tuple[Entry, ...]) -> tuple[Entry, ...
 # Requests to a server.
 
 
-class Enter(NamedTuple):
-    """A worker joins: from now on nobody else may push under its number."""
+class Request(NamedTuple):
+    """What a worker asks of a server.
 
-    worker: int
-    incarnation: int  # 0: hand one out
-    # Another server has given out this one, by a clock that is ahead: hand out one
-    # above it, if `incarnation` is still the newest here.
-    above: int = 0
-
-
-class Send(NamedTuple):
-    """A push."""
-
-    epoch: int
-    worker: int
-    incarnation: int
-    joins: int
-    part: int  # its index on this server
-    round: int
-    serial: int
-
-
-class Stay(NamedTuple):
-    """A worker waits: for a token ("token"), for the others ("start")."""
+    "enter": it joins, and from now on nobody else may push under its number. "send": a
+    push. It waits for a "token", or at the "start" for the others.
+    """
 
     kind: str
-    epoch: int
     worker: int
-    incarnation: int
-    joins: int
-    part: int = 0  # of the push that waits, its index on this server
-
-
-Request: TypeAlias = Enter | Send | Stay
+    incarnation: int  # 0 where it joins: hand one out
+    epoch: int = 0
+    joins: int = 0
+    part: int = 0  # of the push, its index on this server
+    round: int = 0  # of a push that is sent
+    counted: int = 0  # what the server will have counted with it
+    # Where it joins: another server has given out this one, by a clock that is ahead.
+    # Hand out one above it, if `incarnation` is still the newest here.
+    above: int = 0
 
 
 # Answers of a server.
@@ -182,7 +169,7 @@ def decide(book: Book, request: Request) -> Decision:
     """Decide what a server does about a request."""
     worker = request.worker
     entry = book.entries[worker]
-    if isinstance(request, Enter):
+    if request.kind == "enter":
         handed = max(book.handed, entry.incarnation, request.above) + 1
         incarnation = request.incarnation or handed
         if incarnation < entry.incarnation:
@@ -200,12 +187,12 @@ def decide(book: Book, request: Request) -> Decision:
         joins = max(entry.joins, request.joins)
         book = book._replace(handed=max(book.handed, request.incarnation))
         book = book.with_entry(worker, incarnation=request.incarnation, joins=joins)
-    if isinstance(request, Stay):
-        return Decision(book, standing(book, worker))
-    return _send(book, entry, request)
+    if request.kind == "send":
+        return _send(book, entry, request)
+    return Decision(book, standing(book, worker))
 
 
-def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
+def _superseded(request: Request, entry: Entry) -> Superseded:
     return Superseded(
         f"worker {request.worker} has joined again: incarnation {request.incarnation} "
         f"is not the newest one, {entry.incarnation}. Only the newest may push; call "
@@ -214,22 +201,22 @@ def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
     )
 
 
-def _send(book: Book, entry: Entry, request: Send) -> Decision:
+def _send(book: Book, entry: Entry, request: Request) -> Decision:
     worker, place = request.worker, entry.places[request.part]
-    name = (request.incarnation, request.serial)
+    name = request.incarnation, request.round
     if place.last == name:
         return Decision(book, standing(book, worker))
-    if request.round != place.round + 1:
-        over = request.round <= place.round
+    if request.counted != place.counted + 1:
+        over = request.counted <= place.counted
         why = (
-            f"is over: round {place.round} has been applied. Number the rounds 1, 2, "
+            f"is over: round {place.counted} has been applied. Number the rounds 1, 2, "
             "3, ..., and after a restart go on from what join() says."
             if over
-            else f"comes too early: the next one is {place.round + 1}."
+            else f"comes too early: the next one is {place.counted + 1}."
         )
-        message = f"round {request.round} of worker {worker} {why}"
+        message = f"round {request.counted} of worker {worker} {why}"
         return Decision(book, Refused(message))
-    place = Place(request.round, name, place.used + 1)
+    place = Place(request.counted, name, place.used + 1)
     book = book.with_place(worker, request.part, place)._replace(since=book.since + 1)
     return Decision(book, standing(book, worker), applies=True)
 
@@ -263,8 +250,8 @@ def _put(items: tuple, number: int, item) -> tuple:
 class Line(NamedTuple):
     """What a worker knows of its pushes of one part."""
 
-    serial: int = 0  # of the last one applied; not reset when pushes are lost
-    round: int = 0  # the server's count for that push
+    round: int = 0  # of the last one applied; does not go back when pushes are lost
+    counted: int = 0  # the server's count with that push
     used: int = 0  # the server's count of those not dropped
     base: int = 0  # how many of these its predecessors made
 
@@ -281,34 +268,33 @@ class Client(NamedTuple):
     # The request under way: "enter", "send", "token", "start"; or how the last one
     # ended: "idle", "waiting", "superseded", "refused".
     phase: str = "idle"
-    sending: tuple[int, ...] = ()  # (part, serial) of a push; () where none is sent
+    sending: tuple[int, ...] = ()  # (part, round) of a push; () where none is sent
     lost: int = 0  # pushes lost with the server that its worker has not been told of
     message: str = ""
 
 
-def begin(client: Client, phase: str, part: int = 0, serial: int = 0) -> Client:
-    """Begin an operation: "enter", "send" a push, or "start"."""
+def begin(client: Client, phase: str, part: int = 0, number: int = 0) -> Client:
+    """Begin an operation: "enter", "send" the push of a round, or "start"."""
     # With a push that is refused nothing is told: what was lost by then still is.
     lost = client.lost if client.phase == "refused" else 0
-    sending = (part, serial) if phase == "send" else ()
+    sending = (part, number) if phase == "send" else ()
     return client._replace(phase=phase, sending=sending, lost=lost, message="")
 
 
 def wants(client: Client) -> Request | None:
     """The next request; `None` when the operation has ended."""
-    c = client
+    c, (part, number) = client, client.sending or (0, 0)
+    asked = Request(c.phase, c.worker, c.incarnation, c.epoch, c.joins, part)
     match c.phase:
         case "enter":
-            return Enter(c.worker, c.incarnation, c.above)
-        case "token" | "start":
-            part = c.sending[0] if c.sending else 0
-            return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins, part)
+            return Request("enter", c.worker, c.incarnation, above=c.above)
         case "send":
-            part, serial = c.sending
             line = c.lines[part] if c.lines else Line()
             # If it is neither the next nor the last one again, the server refuses it.
-            number = line.round + (serial - line.serial or 1)
-            return Send(c.epoch, c.worker, c.incarnation, c.joins, part, number, serial)
+            count = line.counted + (number - line.round or 1)
+            return asked._replace(round=number, counted=count)
+        case "token" | "start":
+            return asked
     return None
 
 
@@ -325,15 +311,15 @@ def hears(client: Client, answer: Answer) -> Client:
     if answer.busy:  # Others have to come: ask again.
         return client._replace(phase="token" if client.sending else "waiting")
     if client.phase == "enter":
-        lines = tuple(Line(p.round, p.round, p.used, p.used) for p in answer.places)
+        lines = tuple(Line(p.counted, p.counted, p.used, p.used) for p in answer.places)
         client = client._replace(
             lines=lines, incarnation=answer.incarnation, above=0, joins=answer.joins
         )
     elif client.sending:
-        part, serial = client.sending
+        part, number = client.sending
         line, place = client.lines[part], answer.places[part]
-        serial = max(line.serial, serial)
-        line = line._replace(serial=serial, round=place.round, used=place.used)
+        number = max(line.round, number)
+        line = line._replace(round=number, counted=place.counted, used=place.used)
         client = client._replace(lines=_put(client.lines, part, line))
     return client._replace(phase="idle", sending=())
 
@@ -346,15 +332,15 @@ def _resumed(client: Client, answer: Turned) -> Client:
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
         # Without lines it has sent this server no request yet.
-        new = Line(applied or place.round, place.round, place.used, place.used)
+        new = Line(applied or place.counted, place.counted, place.used, place.used)
         line = client.lines[part] if client.lines else new
         # Whether the push that is sent again had been applied.
         had = (
-            client.sending[:1] == (part,) and applied < client.sending[1] <= line.serial
+            client.sending[:1] == (part,) and applied < client.sending[1] <= line.round
         )
         lost += max(line.used - max(place.used, line.base) - had, 0)
-        base, serial = min(line.base, place.used), max(line.serial, applied)
-        lines.append(Line(serial, place.round, place.used, base))
+        base, number = min(line.base, place.used), max(line.round, applied)
+        lines.append(Line(number, place.counted, place.used, base))
     phase = "send" if client.sending else client.phase
     client = client._replace(epoch=answer.epoch, lines=tuple(lines), lost=lost)
     return client._replace(phase=phase)

@@ -177,7 +177,7 @@ class Server:
         """Hand the center to a worker that starts, or that replaces one that died."""
         if problem := self._unknown(worker):
             raise ValueError(problem)
-        return self.handle(protocol.Enter(int(worker), 0))[1]
+        return self.handle(Request("enter", int(worker), 0))[1]
 
     def leave(self, worker: int) -> None:
         """A worker's program has ended: nobody waits for its gradients any more.
@@ -228,9 +228,9 @@ class Server:
             # The message gets the current epoch: for a worker in the same process a
             # restart of the server makes no difference.
             part = self.parts.index(push.part) if push.part in self.parts else -1
-            send = protocol.Send(
-                self._book.epoch, push.worker, push.incarnation, 0, part, push.round,
-                push.round,
+            send = Request(
+                "send", push.worker, push.incarnation, self._book.epoch, part=part,
+                round=push.round, counted=push.round,
             )  # fmt: skip
             answer, reply = self.handle(send, push)
         if isinstance(answer, protocol.Superseded | protocol.Refused):
@@ -389,10 +389,10 @@ class Server:
     def handle(self, request: Request, push: Push | None = None) -> tuple[Answer, Any]:
         """Carry out the decision about a request: the answer, and what comes with it.
 
-        `Enter` is answered with a `Joined`; the end of a push or a wait with a `Reply`.
+        "enter" is answered with a `Joined`; the end of a push or a wait with a `Reply`.
         """
         with self._changed:
-            if isinstance(request, protocol.Stay) and request.kind == "token":
+            if request.kind == "token":
                 self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
                 return self._handle(request, push)
@@ -414,17 +414,17 @@ class Server:
             self._refuse(push, answer.message)
         if not isinstance(answer, protocol.Standing):
             return answer, None
-        if applies and isinstance(request, protocol.Send):
+        if applies:
             return self._apply(request, push, book)
         self._book = book
-        match request:
-            case protocol.Enter():
+        match request.kind:
+            case "enter":
                 if not request.above:
                     self._note("join", worker)
                 return answer, self._joined(worker)
-            case protocol.Stay(kind="start"):
+            case "start":
                 return answer._replace(busy=not self.everyone_joined()), None
-            case protocol.Send():
+            case "send":
                 self._note("retry", worker, push)
         reply = self._reply_again(worker, request.part)
         return answer._replace(busy=reply.waiting), reply
@@ -432,7 +432,7 @@ class Server:
     def _reply_again(self, worker: int, place: int) -> Reply:
         """The answer to a worker's last push of a part, or that it is to wait."""
         reply = self._held[place].reply_again(worker)
-        number = self._book.entries[worker].places[place].round
+        number = self._book.entries[worker].places[place].counted
         return reply._replace(round=number)
 
     def _joined(self, worker: int) -> Joined:
@@ -441,13 +441,13 @@ class Server:
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
-            parts[part] = JoinedPart(held.current(), place.round, held.global_step)
+            parts[part] = JoinedPart(held.current(), place.counted, held.global_step)
         return Joined(
             parts, entry.step, entry.joins - 1, entry.incarnation, entry.notes
         )
 
     def _apply(
-        self, request: protocol.Send, push: Push | None, book: Book
+        self, request: Request, push: Push | None, book: Book
     ) -> tuple[Answer, Reply | None]:
         if push is None:
             raise ValueError("A push has arrays: pass push=Push(...).")
@@ -484,7 +484,7 @@ class Server:
         self._note(kind, worker, push, **more)
         if protocol.is_due(book):
             self._save()
-        number = book.entries[worker].places[request.part].round
+        number = book.entries[worker].places[request.part].counted
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
 
@@ -634,7 +634,7 @@ class Server:
         if worker >= 0:
             entry = self._book.entries[worker]
             place = entry.places[self.parts.index(event.part)]
-            event = event._replace(round=place.round, local_step=entry.step)
+            event = event._replace(round=place.counted, local_step=entry.step)
         self._events.append(event)
 
 
