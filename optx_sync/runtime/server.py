@@ -6,9 +6,10 @@ applied once however often it is sent. `protocol` decides what is applied when;
 `agreements` say what a push does to the center.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -175,8 +176,7 @@ class Server:
 
     def join(self, worker: int) -> Joined:
         """Hand the center to a worker that starts, or that replaces one that died."""
-        if problem := self._unknown(worker):
-            raise ValueError(problem)
+        self._check(worker)
         return self.handle(Request("enter", int(worker), 0))[1]
 
     def leave(self, worker: int) -> None:
@@ -185,8 +185,7 @@ class Server:
         Not for a worker that died and will be replaced. A second call does no harm, and
         a server that has been restarted needs one.
         """
-        if problem := self._unknown(worker):
-            raise ValueError(problem)
+        self._check(worker)
         with self._changed:
             if not self._book.entries[worker].left:
                 self._book = self._book.with_entry(worker, left=True)
@@ -242,7 +241,7 @@ class Server:
         try:
             reply = self.push(push)
         except PushRefused as error:
-            return Pending(_raising(error))
+            return Pending(functools.partial(_raise, error))
 
         def wait():
             late = reply
@@ -497,8 +496,7 @@ class Server:
         arrays, of_parts = {}, []
         for part, held in zip(self.parts, self._held, strict=True):
             arrays[f"part_{part}"], more = held.save()
-            made_by = held.describe(), self.layout.mark(self._like, part)
-            of_parts.append({**more, "made_by": made_by})
+            of_parts.append({**more, "made_by": self._made_by(part, held)})
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
         notes = {"parts": of_parts, **protocol.notes_of(self._book.entries)}
@@ -558,6 +556,10 @@ class Server:
             )
         return False
 
+    def _made_by(self, part: int, held: Held) -> list[Any]:
+        """What a part of a checkpoint must have been saved by, and of which rows."""
+        return [held.describe(), self.layout.mark(self._like, part)]
+
     def _read(self, arrays: dict[str, Any], notes: Notes) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
         if len(notes["entries"]) != self.num_workers and not self._resizes:
@@ -576,7 +578,7 @@ class Server:
             held = self._serve(
                 jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             )
-            made_by = [held.describe(), self.layout.mark(self._like, part)]
+            made_by = self._made_by(part, held)
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
                 several = len(self.layout.owners) > 1
@@ -607,6 +609,10 @@ class Server:
             self._note("refused", worker, message=message)
         return protocol.Refused(message)
 
+    def _check(self, worker: Any) -> None:
+        if problem := self._unknown(worker):
+            raise ValueError(problem)
+
     def _unknown(self, worker: Any) -> str:
         known = isinstance(worker, int | np.integer) and not isinstance(worker, bool)
         if known and 0 <= worker < self.num_workers:
@@ -620,22 +626,17 @@ class Server:
         self, kind: str, worker: int = -1, push: Push | None = None, **more: Any
     ) -> None:
         """Add an event, of which `more` are further fields."""
-        event = Event(
-            kind, int(worker), 0, 0, self.global_step, 0, here().stamp() / 1e9, {},
-            part=self.parts[0],
-        )._replace(**more)  # fmt: skip
-        if push is not None:
-            event = event._replace(
-                shown=dict(push.shown),
-                seconds=push.seconds,
-                bytes=push.bytes,
-                part=push.part,
-            )
+        for name in ("shown", "seconds", "bytes", "part") if push is not None else ():
+            more[name] = getattr(push, name)
+        part = more.setdefault("part", self.parts[0])
         if worker >= 0:
             entry = self._book.entries[worker]
-            place = entry.places[self.parts.index(event.part)]
-            event = event._replace(round=place.counted, local_step=entry.step)
-        self._events.append(event)
+            more["round"] = entry.places[self.parts.index(part)].counted
+            more["local_step"] = entry.step
+        event = Event(
+            kind, int(worker), 0, 0, self.global_step, 0, here().stamp() / 1e9, {}
+        )
+        self._events.append(event._replace(**more))
 
 
 def refusal(message: str) -> str:
@@ -643,8 +644,5 @@ def refusal(message: str) -> str:
     return f"The push was refused and the center not changed: {message}"
 
 
-def _raising(error: PushRefused) -> Callable[[], Reply]:
-    def answer() -> Reply:
-        raise error
-
-    return answer
+def _raise(error: Exception) -> NoReturn:
+    raise error
