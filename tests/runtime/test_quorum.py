@@ -124,7 +124,7 @@ def test_all_of_equal_speed_are_lockstep(name):
         stepped(*workers)
         if not options.get("delay"):  # They take the center before their next step.
             for worker in workers:
-                if worker._sent is not None:
+                if worker._life.sent.answers:
                     worker._land()
         for w, worker in enumerate(workers):
             close(worker.params, jax.tree.map(lambda x, w=w, t=t: x[w, t], wanted))
@@ -196,7 +196,7 @@ def test_grace_lets_a_slow_one_in():
         stepped(*workers[:2])
     assert server.global_step == 1
     held.closes = 3.0
-    sent: Any = workers[0]._sent
+    sent: Any = workers[0]._life.sent
     assert not sent.answers[0].is_there()
     now[0] = 3.0
     assert sent.answers[0].is_there() and server.global_step == 2
