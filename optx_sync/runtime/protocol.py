@@ -311,10 +311,17 @@ def hears(client: Client, answer: Answer) -> Client:
     if answer.busy:  # Others have to come: ask again.
         return client._replace(phase="token" if client.sending else "waiting")
     if client.phase == "enter":
-        lines = tuple(Line(p.counted, p.counted, p.used, p.used) for p in answer.places)
+        # It may have joined before: what a server has lost since is told now.
+        known = client.lines or tuple(Line(base=place.used) for place in answer.places)
+        pairs = [*zip(known, answer.places, strict=True)]
         client = client._replace(
-            lines=lines, incarnation=answer.incarnation, above=0, joins=answer.joins
-        )
+            lines=tuple(
+                Line(p.counted, p.counted, p.used, min(line.base, p.used))
+                for line, p in pairs
+            ),
+            lost=client.lost + sum(_gone(line, place) for line, place in pairs),
+            incarnation=answer.incarnation, above=0, joins=answer.joins,
+        )  # fmt: skip
     elif client.sending:
         part, number = client.sending
         line, place = client.lines[part], answer.places[part]
@@ -322,6 +329,11 @@ def hears(client: Client, answer: Answer) -> Client:
         line = line._replace(round=number, counted=place.counted, used=place.used)
         client = client._replace(lines=_put(client.lines, part, line))
     return client._replace(phase="idle", sending=())
+
+
+def _gone(line: Line, place: Place) -> int:
+    """The worker's pushes of a part that the server has lost."""
+    return max(line.used - max(place.used, line.base), 0)
 
 
 def _resumed(client: Client, answer: Turned) -> Client:
@@ -338,7 +350,7 @@ def _resumed(client: Client, answer: Turned) -> Client:
         had = (
             client.sending[:1] == (part,) and applied < client.sending[1] <= line.round
         )
-        lost += max(line.used - max(place.used, line.base) - had, 0)
+        lost += max(_gone(line, place) - had, 0)
         base, number = min(line.base, place.used), max(line.round, applied)
         lines.append(Line(number, place.counted, place.used, base))
     phase = "send" if client.sending else client.phase

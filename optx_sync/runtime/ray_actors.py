@@ -180,11 +180,13 @@ class RayConnection:
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
-        client, found = Client(worker), []
+        client, found, lost = Client(worker), [], 0
         while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = SharedLine(begins=here().shares_memory)
             # It joins all servers with the incarnation that the first one hands out.
-            client, joined = self._converse(server, protocol.begin(client, "enter"))
+            known = self._clients.get((worker, server), client)
+            known = known._replace(incarnation=client.incarnation, above=client.above)
+            client, joined = self._converse(server, protocol.begin(known, "enter"))
             if client.phase == "superseded" and server:
                 # The first one's clock may be behind. It knows who has joined since.
                 found = []
@@ -193,10 +195,11 @@ class RayConnection:
                 raise ValueError(client.message)
             self._clients[worker, server] = client
             found.append(joined)
+            lost += client.lost
         parts = {part: x for one in found for part, x in one.parts.items()}
         newest = max(found, key=lambda one: one.local_step)  # of its predecessor
         step, place = newest.local_step, newest.place
-        return found[0]._replace(parts=parts, local_step=step, place=place)
+        return found[0]._replace(parts=parts, local_step=step, place=place, lost=lost)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""
