@@ -378,3 +378,11 @@ def test_no_samples_and_wrong_ones_are_refused():
     for wrong in ({"total": 0, "batch": 1}, {"total": 1, "batch": 0}):
         with pytest.raises(ValueError, match="must be 1 or more"):
             Samples(**wrong)
+
+
+def test_what_a_restored_ledger_has_not_handed_out_may_count():
+    """It was handed out after the checkpoint, so its worker alone has it."""
+    ledger = Ledger(Samples(total=4, batch=1))
+    assert ledger.may_count(0, (3,))
+    ledger.note(Outcome(0, (3,), "absorbed"))
+    assert not ledger.may_count(0, (3,)) and ledger.uncounted == 3
