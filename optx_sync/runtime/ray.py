@@ -374,27 +374,27 @@ class _Supervisor:
             self.placing_said = here().now()
         elif here().now() - self.placing_said > SILENCE_SECONDS:
             self.placing_said = here().now()
-            has, free = self.ray.cluster_resources(), self.ray.available_resources()
-            takes = {
-                name: number * self.limits.processes
-                for name, number in self.limits.needs.items()
-            }
-            # Where there is room for one more, Ray has placed all; or no one machine
-            # has so much of it.
-            room = all(free.get(name, 0) >= takes[name] for name in takes)
-            numbers = ", ".join(map(str, sorted(self.placing)))
-            log.warning(
-                "The run waits for %s: each needs %s.%s",
-                f"the processes of workers {numbers} to start"
-                if room
-                else f"a place for workers {numbers}, or for their processes to start",
-                ", ".join(
-                    f"{number:g} {name} ({free.get(name, 0):g} of "
-                    f"{has.get(name, 0):g} are free)"
-                    for name, number in takes.items()
-                ),
-                " If they do not start, no single machine has so much." if room else "",
-            )
+            self._say_who_has_none()
+
+    def _say_who_has_none(self) -> None:
+        has, free = self.ray.cluster_resources(), self.ray.available_resources()
+        count, needs = self.limits.processes, self.limits.needs
+        # Where there is room for one more, Ray has placed all; or no one machine has so
+        # much of it.
+        room = all(free.get(name, 0) >= count * needs[name] for name in needs)
+        numbers = ", ".join(map(str, sorted(self.placing)))
+        what = f"a place for workers {numbers}, or for their processes to start"
+        each = (
+            f"{count * needs[name]:g} {name} ({free.get(name, 0):g} of "
+            f"{has.get(name, 0):g} are free)"
+            for name in needs
+        )
+        log.warning(
+            "The run waits for %s: each needs %s.%s",
+            f"the processes of workers {numbers} to start" if room else what,
+            ", ".join(each),
+            " If they do not start, no single machine has so much." if room else "",
+        )
 
     def _launch(self, index: int) -> None:
         needs, count = {**self.limits.needs}, self.limits.processes
