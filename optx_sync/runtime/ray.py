@@ -439,8 +439,8 @@ class _Supervisor:
                 "It starts again where there is a place.", index,
             )  # fmt: skip
             self._launch(index)
-            return
-        self.returned.add(index)
+        else:
+            self.returned.add(index)
         if unpushed:
             log.warning(
                 "Worker %d has ended, and its last %d steps are not in the center: "
@@ -504,13 +504,9 @@ class _Supervisor:
             ) from (cause if isinstance(error, raised) else None)
 
     def _kill_who_hangs(self) -> None:
-        limit = self.limits.worker_timeout
-        if limit is None:
-            return
-        for index in {*self.running.values()}:
-            seconds = self.events.silence_of(index)
-            waits = index in self.placing or index in self.hung
-            if seconds > limit and not waits:
+        limit = self.limits.worker_timeout or math.inf
+        for index in {*self.running.values()} - {*self.placing, *self.hung}:
+            if self.events.silence_of(index) > limit:
                 why = f"It was killed: no server heard of it for {limit:g} s."
                 self.hung[index] = why
                 for actor in self.actors[index]:
