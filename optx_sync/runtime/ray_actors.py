@@ -104,6 +104,8 @@ def start_servers(
         max_restarts=0 if checkpoint_dir is None else -1,
         # Threads: a worker that waits must not keep others from pushing.
         max_concurrency=4 * num_workers + 8 if way.waits else 1,
+        # A push that is long on its way must not keep back that its worker lives.
+        allow_out_of_order_execution=True,
     )
     servers = []
     for number in range(num_servers):
@@ -345,6 +347,7 @@ class _Conversation:
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = here().now() + SERVER_PATIENCE_SECONDS
         self._rests_until: float = 0.0  # where a server is being restarted
+        self._spoke: float = here().now()
         self._line: SharedLine | None = None
         self._asked: tuple[SharedLine, Any] | None = None  # the request under way
         self._ask()
@@ -369,7 +372,7 @@ class _Conversation:
             if reference is None:
                 there = line.has_message()
             else:
-                there, _ = here().ray().wait([reference], timeout=0)
+                there = self._is_answered(reference, 0.0)
             if not there:
                 return False
             self._hear()
@@ -399,12 +402,27 @@ class _Conversation:
         self._asked = line, reference
         return self._asked
 
+    def _is_answered(self, reference: Any, seconds: float) -> bool:
+        """Whether an answer is there in so many seconds; if not, say who waits for it.
+
+        On a slow link a push may take longer than a worker may be silent.
+        """
+        there, _ = here().ray().wait([reference], timeout=seconds)
+        if not there and here().now() - self._spoke >= TOKEN_SECONDS:
+            self._spoke = here().now()
+            server = self._connection.servers[self._server]
+            server.call.remote("hears", self._client.worker)
+        return bool(there)
+
     def _hear(self) -> None:
         """Take an answer: the end, or others have to come, or the server is gone."""
         here().sleep(max(self._rests_until - here().now(), 0))
         ray, (line, reference) = here().ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
+            while reference is not None:
+                if self._is_answered(reference, TOKEN_SECONDS):
+                    break
             message = line.hear() if reference is None else ray.get(reference)
             heard = True
             answer, came = _raised(line.unpacked(message))

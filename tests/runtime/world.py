@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import heapq
 import json
+import math
 import random
 import types
 from collections import Counter, defaultdict
@@ -98,6 +99,7 @@ class Faults:
     lost: float = 0.0  # a message or its answer
     twice: float = 0.0
     slow: float = 0.0  # takes seconds, and so comes after later ones
+    bytes_a_second: float = math.inf  # of each message to a server, and its answer
     unsaved: float = 0.0  # the disk is full
     damaged: float = 0.0
     half: float = 0.0  # the process dies while it saves
@@ -357,6 +359,7 @@ class Actor:
         if message and rng.random() < faults.slow:
             world.marks["a slow message"] += 1
             seconds = 4.0 * rng.random()
+        seconds += self.takes(given)
         self.calls[ref] = None
         if lost and rng.random() < 0.5:
             world.marks["a request is lost"] += 1
@@ -374,6 +377,11 @@ class Actor:
                 seconds + 2 * rng.random(), lambda: self.come(again, name, given, False)
             )
         return ref
+
+    def takes(self, given: Any) -> float:
+        """The seconds that its message is on the link."""
+        size = sum(len(x) for x in given if isinstance(x, bytes))
+        return size / self.world.faults.bytes_a_second if self.is_server else 0.0
 
     def fail(self, ref: Ref) -> None:
         self.calls.pop(ref, None)
@@ -429,7 +437,7 @@ class Actor:
         if not process.alive:
             return
         self.calls.pop(ref, None)
-        seconds = 0.001 + 0.004 * world.random.random()
+        seconds = 0.001 + 0.004 * world.random.random() + self.takes([value])
         if lost:
             late = ActorError("its answer was lost")
             world.at(seconds, lambda: ref.end(error=late))
