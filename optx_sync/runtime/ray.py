@@ -477,6 +477,12 @@ class _Supervisor:
         """Tell of a worker that is lost; raise if the run does not bear it."""
         raised = self._raised
         cause: Any = getattr(error, "cause", error)  # what `worker_fn` has raised
+        joins = self.events.seen.counts["join", index]
+        lost = cause is not error and isinstance(
+            cause, self.ray.exceptions.RayActorError
+        )
+        if lost and joins == self.joins[index]:
+            error = cause  # of a call before: its program has not begun
         if not isinstance(error, raised):
             # Raised for dead actors, those killed for memory, and those out of reach.
             why = _WHY.get(type(error).__name__, "its process is gone")
@@ -492,7 +498,6 @@ class _Supervisor:
             why += f"{self.limits.max_failures} that the run bears)"
         why += f"; more in {_filed(error)}"
         self.events.lost(index, why)
-        joins = self.events.seen.counts["join", index]
         if joins == self.joins[index] and not isinstance(error, raised):
             # Its program has not begun: the machine is full, or a node is gone.
             said = "Worker %d did not start; again in %.0f s."
