@@ -31,6 +31,7 @@ from optx_sync.runtime.display import Display, History, Seen, is_told, log
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.paces import Paces
 from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
@@ -224,7 +225,8 @@ def _supervised(
 ) -> tuple[Tree, History]:
     """Run the workers until all have returned, and show events."""
     with Display(num_workers, limits.total_steps) as display, _sigterm_as_sigint():
-        events = _Events(connection, display)
+        options: dict[str, Any] = start[-1]
+        events = _Events(connection, display, stands=not options.get("delay"))
         supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
         begin, ended = here().now(), "has ended"
         try:
@@ -574,7 +576,9 @@ class _Events:
     Events that have not been collected are lost when a server dies.
     """
 
-    def __init__(self, connection: RayConnection, display: Display):
+    def __init__(
+        self, connection: RayConnection, display: Display, stands: bool = True
+    ):
         self._servers = connection.servers
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
@@ -592,7 +596,7 @@ class _Events:
         # By server and worker: its requests so far, and what had been listened by then.
         self._requests: dict[tuple[int, int], tuple[str, int]] = {}
         self._spoke: dict[tuple[int, int], float] = {}
-        self._metrics = Metrics()
+        self._metrics, self._paces = Metrics(), Paces(stands)
         self.seen = Seen()
         self.heard = here().now()
 
@@ -660,6 +664,7 @@ class _Events:
 
     def _tell(self, new: list[Event]) -> None:
         self.seen.add(new)
+        self._metrics.rate(self._paces.add(new))
         if new:
             self.heard = here().now()
         self._display.show(self.seen, new)

@@ -105,7 +105,7 @@ class SystemHere(System):
 
 @pytest.fixture(name="ray")
 def here(monkeypatch):
-    told = types.SimpleNamespace(add=lambda *_: None)
+    told = types.SimpleNamespace(add=lambda *_: None, rate=lambda *_: None)
     monkeypatch.setattr(on_ray, "Metrics", lambda: told)
     with using(SystemHere()):
         yield system.here().ray()

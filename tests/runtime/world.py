@@ -99,10 +99,11 @@ class Faults:
     lost: float = 0.0  # a message or its answer
     twice: float = 0.0
     slow: float = 0.0  # takes seconds, and so comes after later ones
-    bytes_a_second: float = math.inf  # of each message to a server, and its answer
     unsaved: float = 0.0  # the disk is full
     damaged: float = 0.0
     half: float = 0.0  # the process dies while it saves
+    bytes_a_second: float = math.inf  # of each message to a server, and its answer
+    far: frozenset[int] | None = None  # the workers on that link; `None`: all
 
 
 class World(system.System):
@@ -381,7 +382,11 @@ class Actor:
     def takes(self, given: Any) -> float:
         """The seconds that its message is on the link."""
         size = sum(len(x) for x in given if isinstance(x, bytes))
-        return size / self.world.faults.bytes_a_second if self.is_server else 0.0
+        faults = self.world.faults
+        if not size or not self.is_server:
+            return 0.0
+        near = faults.far is not None and given[0] not in faults.far
+        return 0.0 if near else size / faults.bytes_a_second
 
     def fail(self, ref: Ref) -> None:
         self.calls.pop(ref, None)
@@ -437,7 +442,8 @@ class Actor:
         if not process.alive:
             return
         self.calls.pop(ref, None)
-        seconds = 0.001 + 0.004 * world.random.random() + self.takes([value])
+        seconds = 0.001 + 0.004 * world.random.random()
+        seconds += self.takes([*given, value]) - self.takes(given)
         if lost:
             late = ActorError("its answer was lost")
             world.at(seconds, lambda: ref.end(error=late))
