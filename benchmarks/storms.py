@@ -592,9 +592,19 @@ def judge(storm: Storm, seconds: float) -> Found:
     def explained(ack: dict[str, Any]) -> bool:
         """Whether its server went back behind it, and no farther than it may."""
         server, part = ack["server"], ack["part"]
+        meeting = ack["step"], ack["epoch"], part
+        held = [
+            MARK / value[part][x["place"]]
+            for x in acks
+            if (x["step"], x["epoch"], x["part"]) == meeting and value[part][x["place"]]
+        ]
+        # It was saved while it waited, and held again by those that had come by then.
+        again = bool(held) and all(round(k) == len(held) for k in held)
         later = sorted(e for s, e in first if s == server and e > ack["epoch"])
         redone = [
-            e for e in later if first[server, e].get(part, math.inf) <= ack["step"]
+            e
+            for e in later
+            if first[server, e].get(part, math.inf) <= ack["step"] + again
         ]
         if not redone:
             return False

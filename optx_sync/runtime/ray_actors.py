@@ -175,6 +175,8 @@ class RayConnection:
         self._lines: dict[tuple[int, int], SharedLine] = {}
         # By worker and part the call of `asked` that waits at a server, and what for.
         self._asked: dict[tuple[int, int], tuple[int, Any]] = {}
+        # When each worker of this process said last that it waits.
+        self._said: dict[int, float] = {}
         self.layout: PartsLayout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
@@ -347,7 +349,6 @@ class _Conversation:
         self._payload: Any = None  # what the last answer brought
         self._deadline: float = here().now() + SERVER_PATIENCE_SECONDS
         self._rests_until: float = 0.0  # where a server is being restarted
-        self._spoke: float = here().now()
         self._line: SharedLine | None = None
         self._asked: tuple[SharedLine, Any] | None = None  # the request under way
         self._ask()
@@ -408,10 +409,10 @@ class _Conversation:
         On a slow link a push may take longer than a worker may be silent.
         """
         there, _ = here().ray().wait([reference], timeout=seconds)
-        if not there and here().now() - self._spoke >= TOKEN_SECONDS:
-            self._spoke = here().now()
-            server = self._connection.servers[self._server]
-            server.call.remote("hears", self._client.worker)
+        worker, said, now = self._client.worker, self._connection._said, here().now()
+        if not there and now - said.get(worker, now - TOKEN_SECONDS) >= TOKEN_SECONDS:
+            said[worker] = now
+            self._connection.servers[self._server].call.remote("hears", worker)
         return bool(there)
 
     def _hear(self) -> None:

@@ -40,15 +40,13 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
-    storms = module("storms")
+def stormy(storms, tmp_path, change):
+    """A storm of the pushes above, after a change, and the center."""
     logs = [json.loads(json.dumps(ACKS[5 * w : 5 * w + 5])) for w in range(3)]
     center = {str(part): np.zeros(storms.FLOATS) for part in range(storms.PARTS)}
     for line in ACKS:
         if line["what"] == "ack" and (line["epoch"], line["step"]) != (10, 2):
             center[str(line["part"])][line["place"]] = -storms.MARK / 3
-    change, found = WRONG[what]
     change(logs, center)
     halves: Any = {f"{half}_{part}": x for half in "ab" for part, x in center.items()}
     for worker, lines in enumerate(logs):
@@ -59,6 +57,14 @@ def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
         folder=tmp_path, faults=[], party=storms.FOUR, ended="yes", deaths=[],
         starts=collections.Counter(driver=1),
     )  # fmt: skip
+    return storm, halves
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
+    storms = module("storms")
+    change, found = WRONG[what]
+    storm, halves = stormy(storms, tmp_path, change)
     said = storms.judge(storm, 10.0)._asdict()
     wanted = dict.fromkeys(("beyond", "untold", "twice", "torn"), 0) | found
     assert {key: said[key] for key in wanted} == wanted
@@ -70,6 +76,24 @@ def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
         halves["b_2"] = np.zeros(storms.FLOATS)
         np.savez(tmp_path / "center.npz", **halves)
         assert storms.judge(storm, 10.0).torn == 1
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2])
+def test_a_meeting_that_was_saved_while_it_waited_is_held_again(
+    saved, module, tmp_path
+):
+    """By those that had come by then; the answers of the others are lost with it."""
+    storms = module("storms")
+
+    def change(logs, center):
+        for lines in logs:  # After the death the second meeting was over.
+            lines[3]["step"], lines[4]["step"] = 2, 3
+        for worker in range(saved):
+            center["0"][2048 * worker + 1] = -storms.MARK / saved
+
+    storm, _ = stormy(storms, tmp_path, change)
+    said = storms.judge(storm, 10.0)
+    assert (said.lost, said.beyond) == (3 - saved, 0 if saved else 3)
 
 
 def test_each_step_is_in_the_center_or_wasted_for_a_reason(module, tmp_path):
