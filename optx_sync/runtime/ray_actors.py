@@ -373,7 +373,7 @@ class _Conversation:
             if reference is None:
                 there = line.has_message()
             else:
-                there = self._is_answered(reference, 0.0)
+                there = self._is_answered(reference)
             if not there:
                 return False
             self._hear()
@@ -403,12 +403,12 @@ class _Conversation:
         self._asked = line, reference
         return self._asked
 
-    def _is_answered(self, reference: Any, seconds: float) -> bool:
-        """Whether an answer is there in so many seconds; if not, say who waits for it.
+    def _is_answered(self, reference: Any) -> bool:
+        """Whether an answer is there; if not, tell the server now and then who waits.
 
         On a slow link a push may take longer than a worker may be silent.
         """
-        there, _ = here().ray().wait([reference], timeout=seconds)
+        there, _ = here().ray().wait([reference], timeout=0)
         worker, said, now = self._client.worker, self._connection._said, here().now()
         if not there and now - said.get(worker, now - TOKEN_SECONDS) >= TOKEN_SECONDS:
             said[worker] = now
@@ -421,9 +421,8 @@ class _Conversation:
         ray, (line, reference) = here().ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
-            while reference is not None:
-                if self._is_answered(reference, TOKEN_SECONDS):
-                    break
+            while not (reference is None or self._is_answered(reference)):
+                ray.wait([reference], timeout=TOKEN_SECONDS)
             message = line.hear() if reference is None else ray.get(reference)
             heard = True
             answer, came = _raised(line.unpacked(message))
