@@ -32,6 +32,7 @@ from optx_sync.runtime.display import Display, History, Seen, is_told, log
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.paces import Paces
 from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
@@ -289,7 +290,8 @@ class _Supervisor:
         ):
             self.start = self.ray.put(start)
         self.limits = limits
-        self.events = _Events(self.connection, display)
+        stands = not options.get("delay")  # while its push is on its way
+        self.events = _Events(self.connection, display, stands)
         errors = self.ray.exceptions
         self._raised = errors.RayTaskError, errors.UnserializableException
         self.failures = 0  # exceptions of `worker_fn`
@@ -469,6 +471,12 @@ class _Supervisor:
         """Tell of a worker that is lost; raise if the run does not bear it."""
         raised = self._raised
         cause: Any = getattr(error, "cause", error)  # what `worker_fn` has raised
+        joins = self.events.seen.counts["join", index]
+        lost = cause is not error and isinstance(
+            cause, self.ray.exceptions.RayActorError
+        )
+        if lost and joins == self.joins[index]:
+            error = cause  # of a call before: its program has not begun
         if not isinstance(error, raised):
             # Raised for dead actors, those killed for memory, and those out of reach.
             why = _WHY.get(type(error).__name__, "its process is gone")
@@ -484,7 +492,6 @@ class _Supervisor:
             why += f"{self.limits.max_failures} that the run bears)"
         why += f"; more in {_filed(error)}"
         self.events.lost(index, why)
-        joins = self.events.seen.counts["join", index]
         if joins == self.joins[index] and not isinstance(error, raised):
             # Its program has not begun: the machine is full, or a node is gone.
             said = "Worker %d did not start; again in %.0f s."
@@ -579,12 +586,14 @@ class _Events:
     Events that have not been collected are lost when a server dies.
     """
 
-    def __init__(self, connection: RayConnection, display: Display):
+    def __init__(
+        self, connection: RayConnection, display: Display, stands: bool = True
+    ):
         self.servers = [*map(_Server, connection.servers)]
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self._metrics = Metrics()
+        self._metrics, self._paces = Metrics(), Paces(stands)
         self.seen = Seen()
         self.heard = here().now()
 
@@ -648,6 +657,7 @@ class _Events:
 
     def _tell(self, new: list[Event]) -> None:
         self.seen.add(new)
+        self._metrics.rate(self._paces.add(new))
         if new:
             self.heard = here().now()
         self._display.show(self.seen, new)

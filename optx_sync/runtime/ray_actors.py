@@ -104,6 +104,8 @@ def start_servers(
         max_restarts=0 if checkpoint_dir is None else -1,
         # Threads: a worker that waits must not keep others from pushing.
         max_concurrency=4 * num_workers + 8 if way.waits else 1,
+        # A push that is long on its way must not keep back that its worker lives.
+        allow_out_of_order_execution=True,
     )
     servers = []
     for number in range(num_servers):
@@ -173,6 +175,8 @@ class RayConnection:
         self._lines: dict[tuple[int, int], SharedLine] = {}
         # By worker and part the call of `asked` that waits at a server, and what for.
         self._asked: dict[tuple[int, int], tuple[int, Any]] = {}
+        # When each worker of this process said last that it waits.
+        self._said: dict[int, float] = {}
         self.layout: PartsLayout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
@@ -369,7 +373,7 @@ class _Conversation:
             if reference is None:
                 there = line.has_message()
             else:
-                there, _ = here().ray().wait([reference], timeout=0)
+                there = self._is_answered(reference)
             if not there:
                 return False
             self._hear()
@@ -399,12 +403,26 @@ class _Conversation:
         self._asked = line, reference
         return self._asked
 
+    def _is_answered(self, reference: Any) -> bool:
+        """Whether an answer is there; if not, tell the server now and then who waits.
+
+        On a slow link a push may take longer than a worker may be silent.
+        """
+        there, _ = here().ray().wait([reference], timeout=0)
+        worker, said, now = self._client.worker, self._connection._said, here().now()
+        if not there and now - said.get(worker, now - TOKEN_SECONDS) >= TOKEN_SECONDS:
+            said[worker] = now
+            self._connection.servers[self._server].call.remote("hears", worker)
+        return bool(there)
+
     def _hear(self) -> None:
         """Take an answer: the end, or others have to come, or the server is gone."""
         here().sleep(max(self._rests_until - here().now(), 0))
         ray, (line, reference) = here().ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
+            while not (reference is None or self._is_answered(reference)):
+                ray.wait([reference], timeout=TOKEN_SECONDS)
             message = line.hear() if reference is None else ray.get(reference)
             heard = True
             answer, came = _raised(line.unpacked(message))

@@ -335,6 +335,8 @@ class Nothing:
     def add(self, *_):
         pass
 
+    rate = add
+
 
 def strike(world: World, kind: str, who: int, long: float) -> None:
     """One thing goes wrong."""

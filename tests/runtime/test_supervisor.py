@@ -103,7 +103,7 @@ class SystemHere(System):
 
 @pytest.fixture(name="ray")
 def here(monkeypatch):
-    told = types.SimpleNamespace(add=lambda *_: None)
+    told = types.SimpleNamespace(add=lambda *_: None, rate=lambda *_: None)
     monkeypatch.setattr(on_ray, "Metrics", lambda: told)
     with using(SystemHere()):
         yield system.here().ray()
@@ -186,6 +186,26 @@ def test_a_group_is_lost_as_a_whole_and_for_what_happened_first(ray):
     returned.value = 0
     supervisor._over(0, returned)
     assert not supervisor.returned and len(ray.killed) == 2
+
+
+def test_a_call_that_was_lost_before_a_program_began_is_no_failure_of_it(
+    ray, monkeypatch
+):
+    """Ray raises it as an error of `run`, whose argument the call was to bring."""
+    monkeypatch.setattr(on_ray, "START_AGAIN_SECONDS", 0.0)
+    connection = servers_of(1)
+    supervisor, events = supervisor_of(ray, connection)
+    raised: Any = ConnectionRefusedError("an argument could not be computed")
+    raised.cause = ConnectionError("the actor is unavailable")
+    lost = Ref()
+    lost.value = raised
+    supervisor._over(0, lost)
+    assert not supervisor.failures and supervisor.deaths == [0]
+    assert ray.killed == ["actor 0"] and events.seen.counts["lost", 0] == 1
+    connection.join(0)  # Once it has begun, the error is the program's own.
+    events.collect()
+    with pytest.raises(ConnectionError, match="is unavailable"):
+        supervisor._over(0, lost)
 
 
 def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray):

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import heapq
 import json
+import math
 import random
 import types
 from collections import Counter, defaultdict
@@ -101,6 +102,8 @@ class Faults:
     unsaved: float = 0.0  # the disk is full
     damaged: float = 0.0
     half: float = 0.0  # the process dies while it saves
+    bytes_a_second: float = math.inf  # of each message to a server, and its answer
+    far: frozenset[int] | None = None  # the workers on that link; `None`: all
 
 
 class World(system.System):
@@ -358,6 +361,7 @@ class Actor:
         if message and rng.random() < faults.slow:
             world.marks["a slow message"] += 1
             seconds = 4.0 * rng.random()
+        seconds += self.takes(given)
         self.calls[ref] = None
         if lost and rng.random() < 0.5:
             world.marks["a request is lost"] += 1
@@ -375,6 +379,15 @@ class Actor:
                 seconds + 2 * rng.random(), lambda: self.come(again, name, given, False)
             )
         return ref
+
+    def takes(self, given: Any) -> float:
+        """The seconds that its message is on the link."""
+        size = sum(len(x) for x in given if isinstance(x, bytes))
+        faults = self.world.faults
+        if not size or not self.is_server:
+            return 0.0
+        near = faults.far is not None and given[0] not in faults.far
+        return 0.0 if near else size / faults.bytes_a_second
 
     def fail(self, ref: Ref) -> None:
         self.calls.pop(ref, None)
@@ -441,6 +454,7 @@ class Actor:
             return
         self.calls.pop(ref, None)
         seconds = 0.001 + 0.004 * world.random.random()
+        seconds += self.takes([*given, value]) - self.takes(given)
         if lost:
             late = ActorError("its answer was lost")
             world.at(seconds, lambda: ref.end(error=late))
