@@ -33,7 +33,7 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
 ):
     """It says meanwhile that it is there."""
     world = World(0)
-    world.faults = Faults(bytes_a_second=400.0)  # ten seconds and more for a push
+    world.faults = Faults(bytes_a_second=800.0)  # ten seconds and more for a push
     down = {name: value - 1.0 for name, value in PARAMS.items()}
 
     def train(worker):
