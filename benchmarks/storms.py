@@ -23,6 +23,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -561,6 +562,17 @@ def wasted(folder: pathlib.Path, logs: dict[str, Log], there: Callable) -> list[
     return [round(of / PARTS, 2) for of in sums.values()]
 
 
+def last_starts(folder: pathlib.Path) -> dict[int, float]:
+    """When each server came back last, as the driver's log says it."""
+    path = folder / "driver.log"
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    said = r"^(\S+ \S+),\d+ a server is back, .*/server_(\d+)/\d+$"
+    return {
+        int(server): time.mktime(time.strptime(when, "%Y-%m-%d %H:%M:%S"))
+        for when, server in re.findall(said, text, re.MULTILINE)
+    }
+
+
 def judge(storm: Storm, seconds: float) -> Found:
     """Compare what workers have written down with the center."""
     files = storm.folder.glob("worker_*.jsonl")
@@ -589,6 +601,8 @@ def judge(storm: Storm, seconds: float) -> Found:
         next_ += line["what"] == "late"
         of[line["part"]] = min(of.get(line["part"], next_), next_)
 
+    starts = last_starts(storm.folder)
+
     def explained(ack: dict[str, Any]) -> bool:
         """Whether its server went back behind it, and no farther than it may."""
         server, part = ack["server"], ack["part"]
@@ -606,6 +620,11 @@ def judge(storm: Storm, seconds: float) -> Found:
             for e in later
             if first[server, e].get(part, math.inf) <= ack["step"] + again
         ]
+        # One that came back when the run was about to end has answered nobody.
+        heard = max(e for s, e in first if s == server)
+        silent = starts.get(server, 0.0)
+        if not redone and silent > max(heard / 1e9 + 5, ack["time"]):
+            redone = [int(silent * 1e9)]
         if not redone:
             return False
         began = redone[0] / 1e9

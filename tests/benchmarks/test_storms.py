@@ -96,6 +96,24 @@ def test_a_meeting_that_was_saved_while_it_waited_is_held_again(
     assert (said.lost, said.beyond) == (3 - saved, 0 if saved else 3)
 
 
+@pytest.mark.parametrize(
+    "back", ["", "1970-01-02 00:00:00,5 a server is back, at step 1"]
+)
+def test_a_server_that_came_back_as_the_run_ended_answered_nobody(
+    back, module, tmp_path
+):
+    storms = module("storms")
+
+    def change(logs, center):
+        for lines in logs:  # No answer of after the death.
+            del lines[3:]
+
+    storm, _ = stormy(storms, tmp_path, change)
+    (tmp_path / "driver.log").write_text(f"{back}: from /saved/server_0/7\n")
+    said = storms.judge(storm, 10.0)
+    assert (said.lost, said.beyond) == (3, 0 if back else 3)
+
+
 def test_each_step_is_in_the_center_or_wasted_for_a_reason(module, tmp_path):
     storms = module("storms")
     each = storms.PARTS
