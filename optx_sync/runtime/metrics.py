@@ -2,6 +2,7 @@
 """Metrics of a run for Ray's dashboard and Prometheus."""
 
 from optx_sync.runtime.messages import Event
+from optx_sync.runtime.system import here
 
 # By name: the field of an event, and what it says.
 GAUGES = {
@@ -31,18 +32,18 @@ class Metrics:
     """
 
     def __init__(self):
-        from ray.util.metrics import Counter, Gauge, Histogram
-
-        keys = ("worker", "server")
+        metrics, keys = here().ray().util.metrics, ("worker", "server")
         self._gauges = {
-            name: Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
+            name: metrics.Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
             for name, (_, what) in GAUGES.items()
         }
         self._counters = {
-            name: Counter(f"optx_sync_{name}_total", description=what, tag_keys=keys)
+            name: metrics.Counter(
+                f"optx_sync_{name}_total", description=what, tag_keys=keys
+            )
             for name, what in COUNTERS.items()
         }
-        self._seconds = Histogram(
+        self._seconds = metrics.Histogram(
             "optx_sync_exchange_seconds",
             description="Seconds of an exchange, as the worker measures it",
             boundaries=SECONDS,

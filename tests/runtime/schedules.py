@@ -26,7 +26,8 @@ from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime import server as at_server
 from optx_sync.runtime import worker as at_worker
 from optx_sync.runtime.messages import Pending, PushRefused
-from tests.runtime.world import Disk, Faults, Process, World
+from optx_sync.virtual import Process
+from tests.runtime.world import Disk, Faults, World
 
 TICKETS = 1024
 BOMB = 2.5e38  # two of them overflow
@@ -308,7 +309,7 @@ def lay_out(_: Any, fragments: Any, num_servers: int = 1) -> Any:
 @contextlib.contextmanager
 def patched(world: World):
     """Put the schedule's disk, and what is compiled already, in their places."""
-    places = [(at_server, "Checkpoints", Disk), (on_ray, "Metrics", Nothing)]
+    places: list[Any] = [(at_server, "Checkpoints", Disk)]
     places += [(module, "way_of", way_of) for module in (at_server, at_worker)]
     modules = at_server, at_worker, on_ray, ray_actors
     places += [(module, "lay_out", lay_out) for module in modules]
@@ -324,15 +325,11 @@ def patched(world: World):
         with system.using(world):
             yield
     finally:
+        world.close()
         for (module, name, _), value in zip(places, before, strict=True):
             setattr(module, name, value)
         log.removeHandler(handler)
         log.setLevel(level)
-
-
-class Nothing:
-    def add(self, *_):
-        pass
 
 
 def strike(world: World, kind: str, who: int, long: float) -> None:
@@ -377,7 +374,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         world.skews = (0.0, -3e4, 50.0)
 
     def heal():
-        world.faults = Faults()
+        world.shares = Faults()
         for actor in world.actors:
             if actor.process is None or not actor.process.frozen:
                 continue
@@ -389,7 +386,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         return x if has(kind) else 0.0
 
     def begin_faults():
-        world.faults = Faults(
+        world.shares = Faults(
             share("lost", 0.05), share("twice", 0.05), share("slow", 0.03),
             share("disk full", 0.2), share("damaged", 0.2), share("half", 0.08),
         )  # fmt: skip
@@ -438,7 +435,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         )  # fmt: skip
 
     with patched(world):
-        center, history = world.run(main)
+        center, history = main()
         judge(world, drawn, told, center, history)
         world.marks.update(kind for kind, _ in history.counts)
         if drawn.resumes:
@@ -489,20 +486,20 @@ def as_program(drawn: Drawn, settings: int | None) -> str:
 
 def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
     """Go on with other numbers of what may change; refused where samples would be."""
-    world.process, world.actors, world.faults = Process("driver"), [], Faults()
+    world.process, world.actors, world.shares = Process("driver"), [], Faults()
     world.marks["resumed"] += 1
     told.returned.clear()
     if drawn.samples:
         other = dataclasses.replace(drawn, samples=drawn.samples + 7)
         try:
-            world.run(lambda: go(other))
+            go(other)
         except ValueError as error:
             assert "counts ranges of Samples" in str(error), error
             return
         raise AssertionError("it went on with other samples")
     workers = drawn.workers + (drawn.meet is not None)
     more = dataclasses.replace(drawn, steps=drawn.steps + 5, workers=workers)
-    center, history = world.run(lambda: go(more))
+    center, history = go(more)
     judge(world, more, told, center, history)
 
 
