@@ -654,7 +654,7 @@ def entered(cluster: VirtualCluster) -> Iterator[VirtualCluster]:
     """Put a cluster in the place of Ray and of this machine's clock."""
     # Servers ask for the CPU alone, as they may in a process of their own.
     jax.devices()
-    platforms = jax.config.read("jax_platforms")
+    platforms = jax.config.values["jax_platforms"]
     try:
         with system.using(cluster):
             yield cluster
