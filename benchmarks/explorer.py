@@ -42,7 +42,7 @@ class Program(NamedTuple):
     worker: int
     clients: tuple[Client, ...]  # for each server
     made: tuple[int, ...]  # of each part, the places that it has marked so far
-    ahead: tuple[int, ...]  # of each part, by how much places are ahead of serials
+    ahead: tuple[int, ...]  # of each part, by how much places are ahead of rounds
     acked: tuple[
         tuple[int, int], ...
     ] = ()  # (part, place) of which `step` has returned
@@ -208,8 +208,11 @@ class Explorer:
     def frozen(self, server):
         centers = tuple(held.center["['x']"].tobytes() for held in server._held)
         held = self.held(server)
+        # What is only counted tells no two machines apart.
+        counted = (x._replace(heard=0, refused=0) for x in server._book.entries)
+        book = server._book._replace(entries=tuple(counted))
         return self.machines.number(
-            Machine(server._book, centers, server._checkpoints.frozen(), held)
+            Machine(book, centers, server._checkpoints.frozen(), held)
         )
 
     def held(self, server) -> tuple:
@@ -232,17 +235,16 @@ class Explorer:
             held.bounds = {"['x']": bound(values)}
             held.seen = list(model.seen)
             thawed._held.append(held)
-        thawed._local_steps, thawed.refused = [0] * self.workers, [0] * self.workers
         return thawed
 
-    def _deliver(self, machine, server, request, kind, place, met):
+    def _deliver(self, machine, server, request, place, met):
         thawed, push = self.thawed(machine, server), None
-        if kind is protocol.Send:
+        if request.kind == "send":
             shape = thawed._held[request.part].center["['x']"].shape
             mark = np.zeros(shape, np.float32)
             mark.reshape(-1)[request.worker * self.places + place] = 1
             push = Push(
-                request.worker, request.serial, {"contribution": {"['x']": mark}},
+                request.worker, request.round, {"contribution": {"['x']": mark}},
                 incarnation=request.incarnation, part=self.parts[server][request.part],
                 met=met,
             )  # fmt: skip
@@ -284,8 +286,8 @@ class Explorer:
         ]:
             part, server = self.next_part(program, clients, left)
             position, made = self.parts[server].index(part), program.made
-            serial = clients[server].lines[position].serial + 1
-            client = protocol.begin(clients[server], "send", position, serial)
+            number = clients[server].lines[position].round + 1
+            client = protocol.begin(clients[server], "send", position, number)
             program = program._replace(
                 made=put(made, part, made[part] + 1),
                 now=(part, made[part]),
@@ -302,14 +304,14 @@ class Explorer:
 
     def rounds_left(self, clients, part, server):
         line = clients[server].lines[self.parts[server].index(part)]
-        return max(self.rounds - line.round, 0)
+        return max(self.rounds - line.counted, 0)
 
     def returned(self, program, client):
         """What a call has told the worker."""
         own, ahead, acked = self.parts[program.busy], program.ahead, program.acked
         if not program.now:
             for part, line in zip(own, client.lines, strict=True):
-                ahead = put(ahead, part, program.made[part] - line.serial - 1)
+                ahead = put(ahead, part, program.made[part] - line.round - 1)
         elif program.now not in program.late:
             acked = (*acked, program.now)
         lost = program.lost + client.lost
@@ -323,11 +325,10 @@ class Explorer:
         if request is None:
             return None
         place = 0
-        if isinstance(request, protocol.Send):
+        if request.kind == "send":
             part = self.parts[program.busy][request.part]
-            place = request.serial + program.ahead[part]
-        # The type too: named tuples of other names may be equal.
-        return program.busy, request, type(request), place, program.sent_met
+            place = request.round + program.ahead[part]
+        return program.busy, request, place, program.sent_met
 
     def _hear(self, program, answer, _, told):
         program = self.heard(self.programs.things[program], told)
@@ -357,7 +358,7 @@ class Explorer:
             clients = tuple(Client(w) for _ in self.parts)
             program = self.go_on(Program(w, clients, none, none))
             number = self.programs.number(program)
-            while (wanted := self.wants(number)) and wanted[2] is protocol.Enter:
+            while (wanted := self.wants(number)) and wanted[1].kind == "enter":
                 server, *request = wanted
                 machine, answer, told = self.deliver(servers[server], server, *request)
                 servers = put(servers, server, machine)

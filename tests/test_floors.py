@@ -65,7 +65,7 @@ GROUND = {
         "rules/local_sgd rules/diloco"
     ),
     "replicas": files("replicas/: accumulator averages owners landing tokens"),
-    "meetings": files("meetings/: alone coded quorum"),
+    "meetings": files("meetings/: alone coded quorum together"),
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: system messages protocol parts samples checkpoints server worker "

@@ -9,9 +9,12 @@ events with this code.
 **A push is of one part, and a part lives on one server.** So a push is one call: it has
 been applied, or it has not. Servers know nothing of each other.
 
-**A push has a name**, (incarnation, serial). Each join hands out a new incarnation, and
-a server answers only a worker's newest one. The server keeps the name of the last push
-that it applied to each part, and so recognises one that is sent again.
+**A push has a name**, (incarnation, round): its round is its number among the worker's
+pushes of the part, `Push.round`. Each join hands out a new incarnation, and a server
+answers only a worker's newest one. The server keeps the name of the last push that it
+applied to each part, and so recognises one that is sent again. It counts the pushes,
+too, and applies none out of order. Where some of them went with a server the count goes
+back and the rounds do not: else a lost push and a later one would have one name.
 
 **A server has checkpoints of its own.** One that dies is restored from its last one, in
 a new epoch. It turns away messages of another epoch, and says which push of each part
@@ -20,14 +23,14 @@ survived. So the worker knows what is lost, and reports it.
 
 from typing import Any, NamedTuple, TypeAlias
 
-# (incarnation, serial); () stands for no push.
+# (incarnation, round); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
 
 
 class Place(NamedTuple):
     """What a server has applied of one worker's pushes of one part."""
 
-    round: int = 0  # the number of pushes
+    counted: int = 0  # the number of pushes
     last: Name = ()  # the last one
     used: int = 0  # the number of those not dropped as stale
 
@@ -38,6 +41,11 @@ class Entry(NamedTuple):
     places: tuple[Place, ...]  # of each part that lives here
     incarnation: int = 0  # the one that may push; 0: no join is needed
     joins: int = 0
+    step: int = 0  # its steps at its last push
+    notes: str = ""  # of its program, for its successor
+    left: bool = False  # whether its program has ended
+    heard: int = 0  # its requests, since this server has started
+    refused: int = 0  # its pushes that were refused, since then
 
 
 class Book(NamedTuple):
@@ -51,6 +59,16 @@ class Book(NamedTuple):
     saved: tuple[int, ...] = ()  # the checkpoints that can be read
     since: int = 0  # pushes since the last attempt
 
+    def with_entry(self, worker: int, **changes: Any) -> "Book":
+        """The book after these fields of a worker's entry have changed."""
+        entry = self.entries[worker]._replace(**changes)
+        return self._replace(entries=_put(self.entries, worker, entry))
+
+    def with_place(self, worker: int, part: int, place: Place) -> "Book":
+        """The book after a worker's place of a part has changed."""
+        places = _put(self.entries[worker].places, part, place)
+        return self.with_entry(worker, places=places)
+
 
 def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     """The book of a server that starts."""
@@ -58,50 +76,49 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
     return Book(entries, epoch, every, handed=epoch)
 
 
-def entry_of(saved: list[Any]) -> Entry:
-    """An entry as JSON gives it back, without tuples."""
-    places, *rest = saved
-    of_parts = (Place(number, tuple(last), used) for number, last, used in places)
-    return Entry(tuple(of_parts), *rest)
+def notes_of(entries: tuple[Entry, ...]) -> dict[str, Any]:
+    """What a checkpoint keeps of the workers, as JSON."""
+    return {
+        "entries": [entry[:3] for entry in entries],
+        "local_steps_of_workers": [entry.step for entry in entries],
+        "places_of_workers": [entry.notes for entry in entries],
+        "left": [worker for worker, entry in enumerate(entries) if entry.left],
+    }
+
+
+def noted(notes: dict[str, Any], entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The entries of new workers after `notes_of` earlier ones, maybe of others."""
+    found = []
+    names = "entries", "local_steps_of_workers", "places_of_workers"
+    of_workers = zip(*(notes[name] for name in names), strict=True)
+    for (places, incarnation, joins), step, said in of_workers:
+        of_parts = (Place(count, tuple(last), used) for count, last, used in places)
+        left = len(found) in notes.get("left", ())
+        found.append(Entry(tuple(of_parts), incarnation, joins, step, said, left))
+    return (*found[: len(entries)], *entries[len(found) :])
 
 
 # Requests to a server.
 
 
-class Enter(NamedTuple):
-    """A worker joins: from now on nobody else may push under its number."""
+class Request(NamedTuple):
+    """What a worker asks of a server.
 
-    worker: int
-    incarnation: int  # 0: hand one out
-    # Another server has given out this one, by a clock that is ahead: hand out one
-    # above it, if `incarnation` is still the newest here.
-    above: int = 0
-
-
-class Send(NamedTuple):
-    """A push."""
-
-    epoch: int
-    worker: int
-    incarnation: int
-    joins: int
-    part: int  # its index on this server
-    round: int
-    serial: int
-
-
-class Stay(NamedTuple):
-    """A worker waits: for a token ("token"), for the others ("start")."""
+    "enter": it joins, and from now on nobody else may push under its number. "send": a
+    push. It waits for a "token", or at the "start" for the others.
+    """
 
     kind: str
-    epoch: int
     worker: int
-    incarnation: int
-    joins: int
-    part: int = 0  # of the push that waits, its index on this server
-
-
-Request: TypeAlias = Enter | Send | Stay
+    incarnation: int  # 0 where it joins: hand one out
+    epoch: int = 0
+    joins: int = 0
+    part: int = 0  # of the push, its index on this server
+    round: int = 0  # of a push that is sent
+    counted: int = 0  # what the server will have counted with it
+    # Where it joins: another server has given out this one, by a clock that is ahead.
+    # Hand out one above it, if `incarnation` is still the newest here.
+    above: int = 0
 
 
 # Answers of a server.
@@ -111,7 +128,9 @@ class Standing(NamedTuple):
     """Done now or before: the state of this worker's pushes."""
 
     epoch: int
-    entry: Entry
+    places: tuple[Place, ...]
+    incarnation: int
+    joins: int
     busy: bool = False  # not done yet: ask again
 
 
@@ -119,7 +138,7 @@ class Turned(NamedTuple):
     """The server has been restarted since; these pushes survived."""
 
     epoch: int
-    entry: Entry
+    places: tuple[Place, ...]
 
 
 class Superseded(NamedTuple):
@@ -150,7 +169,7 @@ def decide(book: Book, request: Request) -> Decision:
     """Decide what a server does about a request."""
     worker = request.worker
     entry = book.entries[worker]
-    if isinstance(request, Enter):
+    if request.kind == "enter":
         handed = max(book.handed, entry.incarnation, request.above) + 1
         incarnation = request.incarnation or handed
         if incarnation < entry.incarnation:
@@ -158,23 +177,22 @@ def decide(book: Book, request: Request) -> Decision:
         joins = entry.joins + (incarnation > entry.incarnation)
         incarnation = handed if request.above else incarnation
         book = book._replace(handed=max(book.handed, incarnation))
-        book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
+        book = book.with_entry(worker, incarnation=incarnation, joins=joins)
         return Decision(book, standing(book, worker))
     if request.epoch != book.epoch:
-        return Decision(book, Turned(book.epoch, entry))
+        return Decision(book, Turned(book.epoch, entry.places))
     if request.incarnation < entry.incarnation:
         return Decision(book, _superseded(request, entry))
     if request.incarnation > entry.incarnation:  # It joined after the checkpoint.
         joins = max(entry.joins, request.joins)
-        entry = entry._replace(incarnation=request.incarnation, joins=joins)
         book = book._replace(handed=max(book.handed, request.incarnation))
-        book = _with(book, worker, entry)
-    if isinstance(request, Stay):
-        return Decision(book, standing(book, worker))
-    return _send(book, entry, request)
+        book = book.with_entry(worker, incarnation=request.incarnation, joins=joins)
+    if request.kind == "send":
+        return _send(book, entry, request)
+    return Decision(book, standing(book, worker))
 
 
-def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
+def _superseded(request: Request, entry: Entry) -> Superseded:
     return Superseded(
         f"worker {request.worker} has joined again: incarnation {request.incarnation} "
         f"is not the newest one, {entry.incarnation}. Only the newest may push; call "
@@ -183,31 +201,30 @@ def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
     )
 
 
-def _send(book: Book, entry: Entry, request: Send) -> Decision:
+def _send(book: Book, entry: Entry, request: Request) -> Decision:
     worker, place = request.worker, entry.places[request.part]
-    name = (request.incarnation, request.serial)
+    name = request.incarnation, request.round
     if place.last == name:
         return Decision(book, standing(book, worker))
-    if request.round != place.round + 1:
-        over = request.round <= place.round
+    if request.counted != place.counted + 1:
+        over = request.counted <= place.counted
         why = (
-            f"is over: round {place.round} has been applied. Number the rounds 1, 2, "
+            f"is over: round {place.counted} has been applied. Number the rounds 1, 2, "
             "3, ..., and after a restart go on from what join() says."
             if over
-            else f"comes too early: the next one is {place.round + 1}."
+            else f"comes too early: the next one is {place.counted + 1}."
         )
-        message = f"round {request.round} of worker {worker} {why}"
+        message = f"round {request.counted} of worker {worker} {why}"
         return Decision(book, Refused(message))
-    place = Place(request.round, name, place.used + 1)
-    book = _with_place(book, worker, request.part, place)
-    book = book._replace(since=book.since + 1)
+    place = Place(request.counted, name, place.used + 1)
+    book = book.with_place(worker, request.part, place)._replace(since=book.since + 1)
     return Decision(book, standing(book, worker), applies=True)
 
 
 def dropped(book: Book, worker: int, part: int) -> Book:
     """Count the last push as stale: it was dropped."""
     place = book.entries[worker].places[part]
-    return _with_place(book, worker, part, place._replace(used=place.used - 1))
+    return book.with_place(worker, part, place._replace(used=place.used - 1))
 
 
 def is_due(book: Book) -> bool:
@@ -222,17 +239,8 @@ def saved(book: Book, number: int) -> Book:
 
 def standing(book: Book, worker: int, busy: bool = False) -> Standing:
     """The state of a worker's pushes."""
-    return Standing(book.epoch, book.entries[worker], busy)
-
-
-def _with(book: Book, worker: int, entry: Entry) -> Book:
-    return book._replace(entries=_put(book.entries, worker, entry))
-
-
-def _with_place(book: Book, worker: int, part: int, place: Place) -> Book:
-    entry = book.entries[worker]
-    places = _put(entry.places, part, place)
-    return _with(book, worker, entry._replace(places=places))
+    places, incarnation, joins, *_ = book.entries[worker]
+    return Standing(book.epoch, places, incarnation, joins, busy)
 
 
 def _put(items: tuple, number: int, item) -> tuple:
@@ -242,8 +250,8 @@ def _put(items: tuple, number: int, item) -> tuple:
 class Line(NamedTuple):
     """What a worker knows of its pushes of one part."""
 
-    serial: int = 0  # of the last one applied; not reset when pushes are lost
-    round: int = 0  # the server's count for that push
+    round: int = 0  # of the last one applied; does not go back when pushes are lost
+    counted: int = 0  # the server's count with that push
     used: int = 0  # the server's count of those not dropped
     base: int = 0  # how many of these its predecessors made
 
@@ -260,34 +268,33 @@ class Client(NamedTuple):
     # The request under way: "enter", "send", "token", "start"; or how the last one
     # ended: "idle", "waiting", "superseded", "refused".
     phase: str = "idle"
-    sending: tuple[int, ...] = ()  # (part, serial) of a push; () where none is sent
+    sending: tuple[int, ...] = ()  # (part, round) of a push; () where none is sent
     lost: int = 0  # pushes lost with the server that its worker has not been told of
     message: str = ""
 
 
-def begin(client: Client, phase: str, part: int = 0, serial: int = 0) -> Client:
-    """Begin an operation: "enter", "send" a push, or "start"."""
+def begin(client: Client, phase: str, part: int = 0, number: int = 0) -> Client:
+    """Begin an operation: "enter", "send" the push of a round, or "start"."""
     # With a push that is refused nothing is told: what was lost by then still is.
     lost = client.lost if client.phase == "refused" else 0
-    sending = (part, serial) if phase == "send" else ()
+    sending = (part, number) if phase == "send" else ()
     return client._replace(phase=phase, sending=sending, lost=lost, message="")
 
 
 def wants(client: Client) -> Request | None:
     """The next request; `None` when the operation has ended."""
-    c = client
+    c, (part, number) = client, client.sending or (0, 0)
+    asked = Request(c.phase, c.worker, c.incarnation, c.epoch, c.joins, part)
     match c.phase:
         case "enter":
-            return Enter(c.worker, c.incarnation, c.above)
-        case "token" | "start":
-            part = c.sending[0] if c.sending else 0
-            return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins, part)
+            return Request("enter", c.worker, c.incarnation, above=c.above)
         case "send":
-            part, serial = c.sending
             line = c.lines[part] if c.lines else Line()
             # If it is neither the next nor the last one again, the server refuses it.
-            number = line.round + (serial - line.serial or 1)
-            return Send(c.epoch, c.worker, c.incarnation, c.joins, part, number, serial)
+            count = line.counted + (number - line.round or 1)
+            return asked._replace(round=number, counted=count)
+        case "token" | "start":
+            return asked
     return None
 
 
@@ -303,17 +310,16 @@ def hears(client: Client, answer: Answer) -> Client:
     client = client._replace(epoch=answer.epoch)
     if answer.busy:  # Others have to come: ask again.
         return client._replace(phase="token" if client.sending else "waiting")
-    places, incarnation, joins = answer.entry
     if client.phase == "enter":
-        lines = tuple(Line(p.round, p.round, p.used, p.used) for p in places)
+        lines = tuple(Line(p.counted, p.counted, p.used, p.used) for p in answer.places)
         client = client._replace(
-            lines=lines, incarnation=incarnation, above=0, joins=joins
+            lines=lines, incarnation=answer.incarnation, above=0, joins=answer.joins
         )
     elif client.sending:
-        part, serial = client.sending
-        line, place = client.lines[part], places[part]
-        serial = max(line.serial, serial)
-        line = line._replace(serial=serial, round=place.round, used=place.used)
+        part, number = client.sending
+        line, place = client.lines[part], answer.places[part]
+        number = max(line.round, number)
+        line = line._replace(round=number, counted=place.counted, used=place.used)
         client = client._replace(lines=_put(client.lines, part, line))
     return client._replace(phase="idle", sending=())
 
@@ -322,19 +328,19 @@ def _resumed(client: Client, answer: Turned) -> Client:
     """The client after the server was restored: which of its pushes survived."""
     lines: list[Line] = []
     lost = client.lost
-    for part, place in enumerate(answer.entry.places):
+    for part, place in enumerate(answer.places):
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
         # Without lines it has sent this server no request yet.
-        new = Line(applied or place.round, place.round, place.used, place.used)
+        new = Line(applied or place.counted, place.counted, place.used, place.used)
         line = client.lines[part] if client.lines else new
         # Whether the push that is sent again had been applied.
         had = (
-            client.sending[:1] == (part,) and applied < client.sending[1] <= line.serial
+            client.sending[:1] == (part,) and applied < client.sending[1] <= line.round
         )
         lost += max(line.used - max(place.used, line.base) - had, 0)
-        base, serial = min(line.base, place.used), max(line.serial, applied)
-        lines.append(Line(serial, place.round, place.used, base))
+        base, number = min(line.base, place.used), max(line.round, applied)
+        lines.append(Line(number, place.counted, place.used, base))
     phase = "send" if client.sending else client.phase
     client = client._replace(epoch=answer.epoch, lines=tuple(lines), lost=lost)
     return client._replace(phase=phase)

@@ -31,7 +31,7 @@ from optx_sync.runtime.checkpoints import Checkpoints, folders_of_servers, set_a
 from optx_sync.runtime.group import GroupConnection
 from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
 from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
-from optx_sync.runtime.protocol import Client, Send
+from optx_sync.runtime.protocol import Client
 from optx_sync.runtime.samples import Lease, Samples
 from optx_sync.runtime.server import TOKEN_SECONDS, Server, refusal
 from optx_sync.runtime.shared import SharedLine, Unseen
@@ -213,17 +213,17 @@ class RayConnection:
 
     def send(self, push: Push) -> Pending:
         """See `Server.send`."""
-        number, position, serial = 0, 0, 0
+        number, position, round_ = 0, 0, 0
         if not push.problem() and 0 <= push.part < len(self.layout.owners):
             number = self.layout.owners[push.part]
             position = self.layout.of_server(number).index(push.part)
-            serial = push.round
+            round_ = push.round
         key = push.worker, number
         # It joined in another process, or not at all.
         client = self._clients.get(key, Client(push.worker))
         stale = client.incarnation != push.incarnation
         client = protocol.begin(
-            client._replace(incarnation=push.incarnation), "send", position, serial
+            client._replace(incarnation=push.incarnation), "send", position, round_
         )
         talk = _Conversation(self, number, client, push)
 
@@ -386,7 +386,7 @@ class _Conversation:
         if line.busy:  # Its memory holds an answer that has not been read.
             line = SharedLine()
         request, reference = protocol.wants(self._client), None
-        push = self._push if isinstance(request, Send) else None
+        push = self._push if self._client.phase == "send" else None
         message, line.busy = line.packed((request, push)), True
         if line.is_open:
             try:

@@ -6,9 +6,10 @@ applied once however often it is sent. `protocol` decides what is applied when;
 `agreements` say what a push does to the center.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -152,16 +153,10 @@ class Server:
         every = checkpoint_every if self._checkpoints else 0
         epoch = here().stamp()  # A later start has a higher number.
         self._book: Book = protocol.new_book(num_workers, len(self.parts), epoch, every)
-        self._local_steps: list[int] = [0] * num_workers
-        # For each worker's successor: notes of its program.
-        self._places: list[str] = [""] * num_workers
-        self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = way.of_center
-        self._left: set[int] = set()  # workers whose programs have ended
         self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
-        self.refused: list[int] = [0] * num_workers
         self._ledger: Ledger = Ledger(samples)
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
@@ -189,9 +184,8 @@ class Server:
 
     def join(self, worker: int) -> Joined:
         """Hand the center to a worker that starts, or that replaces one that died."""
-        if problem := self._unknown(worker):
-            raise ValueError(problem)
-        return self.handle(protocol.Enter(int(worker), 0))[1]
+        self._check(worker)
+        return self.handle(Request("enter", int(worker), 0))[1]
 
     def leave(self, worker: int) -> None:
         """A worker's program has ended: nobody waits for its gradients any more.
@@ -199,11 +193,10 @@ class Server:
         Not for a worker that died and will be replaced. A second call does no harm, and
         a server that has been restarted needs one.
         """
-        if problem := self._unknown(worker):
-            raise ValueError(problem)
+        self._check(worker)
         with self._changed:
-            if worker not in self._left:
-                self._left.add(worker)
+            if not self._book.entries[worker].left:
+                self._book = self._book.with_entry(worker, left=True)
                 self._note("left", worker)
                 self._ledger.gone(worker)
             for held in self._held:
@@ -213,10 +206,22 @@ class Server:
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined since the run began."""
-        return all(
-            entry.incarnation > 0 or worker in self._left
-            for worker, entry in enumerate(self._book.entries)
-        )
+        return all(x.incarnation > 0 or x.left for x in self._book.entries)
+
+    @property
+    def refused(self) -> list[int]:
+        """The pushes of each worker that were refused since this server started."""
+        return [entry.refused for entry in self._book.entries]
+
+    @property
+    def _left(self) -> set[int]:
+        """The workers whose programs have ended."""
+        return {w for w, entry in enumerate(self._book.entries) if entry.left}
+
+    def _hear(self, worker: int) -> None:
+        """Count a request of a worker."""
+        heard = self._book.entries[worker].heard + 1
+        self._book = self._book.with_entry(worker, heard=heard)
 
     def push(self, push: Push) -> Reply:
         """Absorb a worker's push, and answer it.
@@ -230,9 +235,9 @@ class Server:
             # The message gets the current epoch: for a worker in the same process a
             # restart of the server makes no difference.
             part = self.parts.index(push.part) if push.part in self.parts else -1
-            send = protocol.Send(
-                self._book.epoch, push.worker, push.incarnation, 0, part, push.round,
-                push.round,
+            send = Request(
+                "send", push.worker, push.incarnation, self._book.epoch, part=part,
+                round=push.round, counted=push.round,
             )  # fmt: skip
             answer, reply = self.handle(send, push)
         if isinstance(answer, protocol.Superseded | protocol.Refused):
@@ -244,7 +249,7 @@ class Server:
         try:
             reply = self.push(push)
         except PushRefused as error:
-            return Pending(_raising(error))
+            return Pending(functools.partial(_raise, error))
 
         def wait():
             late = reply
@@ -277,7 +282,7 @@ class Server:
         since it took `met` meetings. Waits `seconds` at most until that is so.
         """
         with self._changed:
-            self._heard[worker] += 1
+            self._hear(worker)
             held = self._held[self.parts.index(part)]
             self._wait(held, lambda: not held.asks(worker, met), seconds)
             return held.asks(worker, met)
@@ -293,7 +298,7 @@ class Server:
         with self._changed:
             if incarnation < self._book.entries[worker].incarnation:
                 return []  # Its successor has them.
-            self._heard[worker] += 1
+            self._hear(worker)
             for held in self._held:
                 held.settle()
             self._count_samples()
@@ -372,7 +377,7 @@ class Server:
 
     def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
         """`events`, and how many requests of each worker this server has heard."""
-        return *self.events(boot, since), list(self._heard)
+        return *self.events(boot, since), [x.heard for x in self._book.entries]
 
     def checkpoint(self) -> Any:
         """Save the center in Orbax's format: written aside, then renamed.
@@ -391,10 +396,10 @@ class Server:
     def handle(self, request: Request, push: Push | None = None) -> tuple[Answer, Any]:
         """Carry out the decision about a request: the answer, and what comes with it.
 
-        `Enter` is answered with a `Joined`; the end of a push or a wait with a `Reply`.
+        "enter" is answered with a `Joined`; the end of a push or a wait with a `Reply`.
         """
         with self._changed:
-            if isinstance(request, protocol.Stay) and request.kind == "token":
+            if request.kind == "token":
                 self._wait_for(request.worker, request.part, TOKEN_SECONDS)
             try:
                 return self._handle(request, push)
@@ -410,23 +415,23 @@ class Server:
                 problem = f"part {push.part} does not live here, but {self.parts}."
         if problem:
             return self._refuse(push, problem), None
-        self._heard[worker] += 1
+        self._hear(worker)
         book, answer, applies = protocol.decide(self._book, request)
         if isinstance(answer, protocol.Superseded | protocol.Refused):
             self._refuse(push, answer.message)
         if not isinstance(answer, protocol.Standing):
             return answer, None
-        if applies and isinstance(request, protocol.Send):
+        if applies:
             return self._apply(request, push, book)
         self._book = book
-        match request:
-            case protocol.Enter():
+        match request.kind:
+            case "enter":
                 if not request.above:
                     self._note("join", worker)
                 return answer, self._joined(worker)
-            case protocol.Stay(kind="start"):
+            case "start":
                 return answer._replace(busy=not self.everyone_joined()), None
-            case protocol.Send():
+            case "send":
                 self._note("retry", worker, push)
         reply = self._reply_again(worker, request.part)
         return answer._replace(busy=reply.waiting), reply
@@ -434,21 +439,22 @@ class Server:
     def _reply_again(self, worker: int, place: int) -> Reply:
         """The answer to a worker's last push of a part, or that it is to wait."""
         reply = self._held[place].reply_again(worker)
-        number = self._book.entries[worker].places[place].round
+        number = self._book.entries[worker].places[place].counted
         return reply._replace(round=number)
 
     def _joined(self, worker: int) -> Joined:
-        self._left.discard(worker)
+        self._book = self._book.with_entry(worker, left=False)
         self._ledger.gone(worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
-            parts[part] = JoinedPart(held.current(), place.round, held.global_step)
-        step, place = self._local_steps[worker], self._places[worker]
-        return Joined(parts, step, entry.joins - 1, entry.incarnation, place)
+            parts[part] = JoinedPart(held.current(), place.counted, held.global_step)
+        return Joined(
+            parts, entry.step, entry.joins - 1, entry.incarnation, entry.notes
+        )
 
     def _apply(
-        self, request: protocol.Send, push: Push | None, book: Book
+        self, request: Request, push: Push | None, book: Book
     ) -> tuple[Answer, Reply | None]:
         if push is None:
             raise ValueError("A push has arrays: pass push=Push(...).")
@@ -472,11 +478,11 @@ class Server:
             return self._refuse(push, message), None
         if not reply.used:
             book = protocol.dropped(book, worker, request.part)
-        self._book = book
+        self._book = book.with_entry(
+            worker, step=int(push.local_step), notes=push.place
+        )
         held.release(self._left)
         self._count_samples()
-        self._local_steps[worker] = int(push.local_step)
-        self._places[worker] = push.place
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, staleness=int(push.lost), message=message)
@@ -485,7 +491,7 @@ class Server:
         self._note(kind, worker, push, **more)
         if protocol.is_due(book):
             self._save()
-        number = book.entries[worker].places[request.part].round
+        number = book.entries[worker].places[request.part].counted
         reply = reply._replace(staleness=staleness, round=number)
         return protocol.standing(self._book, worker, reply.waiting), reply
 
@@ -498,17 +504,10 @@ class Server:
         arrays, of_parts = {}, []
         for part, held in zip(self.parts, self._held, strict=True):
             arrays[f"part_{part}"], more = held.save()
-            made_by = held.describe(), self.layout.mark(self._like, part)
-            of_parts.append({**more, "made_by": made_by})
+            of_parts.append({**more, "made_by": self._made_by(part, held)})
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
-        notes = {
-            "parts": of_parts,
-            "entries": self._book.entries,
-            "local_steps_of_workers": self._local_steps,
-            "places_of_workers": self._places,
-            "left": sorted(self._left),
-        }
+        notes = {"parts": of_parts, **protocol.notes_of(self._book.entries)}
         if self._ledger.samples is not None:
             notes["ledger"] = self._ledger.saved()
         try:
@@ -540,14 +539,13 @@ class Server:
             for one, error in damaged:
                 checkpoints.put_aside(one)
                 self._note("damaged", message=f"{error} An earlier one is taken.")
-            entries = tuple(map(protocol.entry_of, notes["entries"]))
-            entries = self._sized(entries, self._book.entries[0])
+            if not comes_back:  # All begin anew, and join.
+                notes["left"] = []
+            entries = protocol.noted(notes, self._book.entries)
             saved = tuple(one for one in numbers if one <= number)
             self._book = self._book._replace(entries=entries, saved=saved)
-            if comes_back:  # Others begin anew, and join.
-                self._left = set(notes.get("left", ()))
-                for held in self._held:
-                    held.release(self._left)
+            for held in self._held if comes_back else ():
+                held.release(self._left)
             if self._ledger.samples is not None and "ledger" in notes:
                 # Who joined after the checkpoint may hold ranges, too.
                 alive = set(range(self.num_workers)) - self._left
@@ -565,6 +563,10 @@ class Server:
                 "resume=False, to start afresh: what is there is put aside."
             )
         return False
+
+    def _made_by(self, part: int, held: Held) -> list[Any]:
+        """What a part of a checkpoint must have been saved by, and of which rows."""
+        return [held.describe(), self.layout.mark(self._like, part)]
 
     def _read(self, arrays: dict[str, Any], notes: Notes) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
@@ -584,7 +586,7 @@ class Server:
             held = self._serve(
                 jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             )
-            made_by = [held.describe(), self.layout.mark(self._like, part)]
+            made_by = self._made_by(part, held)
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
                 several = len(self.layout.owners) > 1
@@ -602,24 +604,22 @@ class Server:
                 )
             held.load(of_part, note)
             self._held.append(held)
-        self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
-        self._places = self._sized(notes["places_of_workers"], "")
-
-    def _sized(self, of_workers: Any, new: Any) -> Any:
-        """The entries of each worker, resized to another number of workers."""
-        added = [new] * (self.num_workers - len(of_workers))
-        return type(of_workers)([*of_workers[: self.num_workers], *added])
 
     # Events and messages.
 
     def _refuse(self, push: Push | None, message: str) -> protocol.Refused:
         """Count and tell of a push that is refused."""
         if push is not None:
-            known = not self._unknown(push.worker)
-            if known:
-                self.refused[push.worker] += 1
-            self._note("refused", push.worker if known else -1, message=message)
+            worker = -1 if self._unknown(push.worker) else push.worker
+            if worker >= 0:
+                refused = self._book.entries[worker].refused + 1
+                self._book = self._book.with_entry(worker, refused=refused)
+            self._note("refused", worker, message=message)
         return protocol.Refused(message)
+
+    def _check(self, worker: Any) -> None:
+        if problem := self._unknown(worker):
+            raise ValueError(problem)
 
     def _unknown(self, worker: Any) -> str:
         known = isinstance(worker, int | np.integer) and not isinstance(worker, bool)
@@ -634,22 +634,17 @@ class Server:
         self, kind: str, worker: int = -1, push: Push | None = None, **more: Any
     ) -> None:
         """Add an event, of which `more` are further fields."""
-        event = Event(
-            kind, int(worker), 0, 0, self.global_step, 0, here().stamp() / 1e9, {},
-            part=self.parts[0],
-        )._replace(**more)  # fmt: skip
-        if push is not None:
-            event = event._replace(
-                shown=dict(push.shown),
-                seconds=push.seconds,
-                bytes=push.bytes,
-                part=push.part,
-            )
+        for name in ("shown", "seconds", "bytes", "part") if push is not None else ():
+            more[name] = getattr(push, name)
+        part = more.setdefault("part", self.parts[0])
         if worker >= 0:
-            place = self._book.entries[worker].places[self.parts.index(event.part)]
-            step = int(self._local_steps[worker])
-            event = event._replace(round=place.round, local_step=step)
-        self._events.append(event)
+            entry = self._book.entries[worker]
+            more["round"] = entry.places[self.parts.index(part)].counted
+            more["local_step"] = entry.step
+        event = Event(
+            kind, int(worker), 0, 0, self.global_step, 0, here().stamp() / 1e9, {}
+        )
+        self._events.append(event._replace(**more))
 
 
 def refusal(message: str) -> str:
@@ -657,8 +652,5 @@ def refusal(message: str) -> str:
     return f"The push was refused and the center not changed: {message}"
 
 
-def _raising(error: PushRefused) -> Callable[[], Reply]:
-    def answer() -> Reply:
-        raise error
-
-    return answer
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -7,6 +7,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Any, Protocol, SupportsFloat
 
 import jax
@@ -21,7 +22,14 @@ from optx_sync.meetings.coded import bytes_of
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, Own, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.messages import Joined, Pending, Push, PushRefused, Reply
+from optx_sync.runtime.messages import (
+    Joined,
+    JoinedPart,
+    Pending,
+    Push,
+    PushRefused,
+    Reply,
+)
 from optx_sync.runtime.parts import PartsLayout, lay_out, shapes_of
 from optx_sync.runtime.samples import Lease
 from optx_sync.runtime.system import here
@@ -71,12 +79,37 @@ class Preempted(SystemExit):
 
 @dataclasses.dataclass
 class _Sent:
-    """Pushes that are on their way."""
+    """Pushes that are on their way, if there are answers."""
 
-    answers: dict[int, Pending]  # by part
-    tokens: dict[int, float]  # the weight of what was sent of each part
-    leases: list[int]  # the ranges of samples that it is made of
-    begin: float
+    answers: dict[int, Pending] = field(default_factory=dict)  # by part
+    # The weight of what was sent of each part.
+    tokens: dict[int, float] = field(default_factory=dict)
+    # The ranges of samples that it is made of.
+    leases: list[int] = field(default_factory=list)
+    begin: float = 0.0
+
+
+class _Life:
+    """What a worker has since it joined, and loses when it does so again."""
+
+    def __init__(self, parts: dict[int, JoinedPart], step: int):
+        # Whether it is in the middle of what must not be left there.
+        self.torn: bool = True
+        # When it pushed last: the step, and the time.
+        self.paced: tuple[int, float] = step, here().now()
+        self.sent: _Sent = _Sent()
+        # Ranges of samples: of the next step, of later ones, and of those made since
+        # the last push to the first server.
+        self.lease: Lease | None = None
+        self.leases: deque[Lease] = deque()
+        self.exhausted: bool = False  # whether `samples` has come to its end
+        self.walked: list[int] = []
+        # Of each part the last answer, without its arrays.
+        self.heard: dict[int, Reply] = {
+            part: Reply({}, x.global_step, 0, round=x.round)
+            for part, x in parts.items()
+        }
+        self.tokens: dict[int, float] = dict.fromkeys(parts, 0.0)
 
 
 class Worker:
@@ -185,8 +218,11 @@ class Worker:
         self._flushed: int = 0  # the step at which it was flushed last
         self._seconds: float = 0.0
         self._untold: int = 0
-        joined = self.pull()
-        self.restarts: int = joined.restarts
+        self.local_step: int = 0
+        self.incarnation: int = 0
+        self.place: Any = None
+        self._life: _Life = _Life({}, 0)
+        self.restarts: int = self.pull().restarts
         while synchronous and not connection.everyone_joined():
             here().sleep(0.02)
 
@@ -221,15 +257,16 @@ class Worker:
         interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
         # Both are the program's own: an error in them changes nothing.
         due = self._own.is_due(self.local_step) or self._is_asked()
-        may = due or (self._shared and self._sent is not None)
+        life = self._life
+        may = due or (self._shared and life.sent.answers)
         said = self._said(what_to_show) if may else None
         with self._whole():
             self.local_step += 1
-            self._tokens = {part: old + tokens for part, old in self._tokens.items()}
-            if self._lease is not None:
-                self._walked.append(self._lease.number)
-                self._lease = None
-            waits = [] if self._sent is None else [*self._sent.answers]
+            life.tokens = {part: old + tokens for part, old in life.tokens.items()}
+            if life.lease is not None:
+                life.walked.append(life.lease.number)
+                life.lease = None
+            waits = [*life.sent.answers]
             self._own.step(grads, self._turn if due and not waits else ())
             if self._own.steps >= self._delay or (due and not self._shared):
                 self._land(wait=not self._shared)
@@ -237,7 +274,7 @@ class Worker:
             fresh = self._shared and not {*waits}.isdisjoint(self._turn)
             if waits and not fresh:
                 due = due or self._is_asked()
-            if said is not None and due and not fresh and self._sent is None:
+            if said is not None and due and not fresh and not life.sent.answers:
                 self._set_out(self._turn, *said)
                 if not self._delay:
                     self._land()
@@ -257,17 +294,18 @@ class Worker:
             ValueError: The run has no `samples=`.
         """
         while True:
-            if not self._leases:
-                self._leases.extend(self._leased(self._holds(), LEASES_AHEAD))
-            if not self._leases:
-                self._exhausted = True
+            life = self._life
+            if not life.leases:
+                life.leases.extend(self._leased(self._holds(), LEASES_AHEAD))
+            if not life.leases:
+                life.exhausted = True
                 return
-            self._lease = self._leases.popleft()
-            yield self._lease
+            life.lease = life.leases.popleft()
+            yield life.lease
 
     def hand_in_samples(self) -> None:
         """At the end of a program: `flush`, if it has samples that it did not push."""
-        if self._walked:
+        if self._life.walked:
             self.flush()
 
     def resumes(self) -> bool:
@@ -276,7 +314,7 @@ class Worker:
         What it handed in last came late, and others, who had none left, have ended. If
         so, the worker starts anew from the center.
         """
-        found = self._leased([], 1) if self._exhausted else []
+        found = self._leased([], 1) if self._life.exhausted else []
         if found:
             self.pull()
         return bool(found)
@@ -290,10 +328,9 @@ class Worker:
 
     def _holds(self) -> list[int]:
         """The numbers of the ranges that are not known to be absorbed."""
-        now = () if self._lease is None else (self._lease,)
-        sent = () if self._sent is None else self._sent.leases
-        ahead = [lease.number for lease in (*now, *self._leases)]
-        return [*ahead, *self._walked, *sent]
+        life = self._life
+        ahead = [x.number for x in (life.lease, *life.leases) if x is not None]
+        return [*ahead, *life.walked, *life.sent.leases]
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -307,7 +344,7 @@ class Worker:
         # All processes of a group ask the same, in the same order.
         while late := self._late():
             self.preempted = self.connection.leaves(self.preempted)
-            answers = self._sent.answers if self._sent else {}
+            answers = self._life.sent.answers
             if self.preempted or all([answers[part].is_there() for part in late]):
                 break
             here().sleep(0.005)
@@ -315,15 +352,13 @@ class Worker:
             self._land(wait=not self._shared)
         self._flushed = self.local_step
         for turn in self.layout.turns:
-            waits = self._sent.answers if self._sent else {}
-            parts = tuple(part for part in turn if part not in waits)
+            parts = tuple(p for p in turn if p not in self._life.sent.answers)
             if any(self._own.ages[part] for part in parts):
                 with self._whole():
                     self._set_out(parts, *self._said({}))
                     self._land(wait=not self._shared)
-        if self._sent is not None:
-            for answer in self._sent.answers.values():
-                answer.hand_in()
+        for answer in self._life.sent.answers.values():
+            answer.hand_in()
 
     def land(self) -> None:
         """Wait for the answers to all pushes that are on their way, and take them."""
@@ -340,14 +375,14 @@ class Worker:
 
     def _late(self) -> list[int]:
         """The parts whose answer more steps than `delay` have waited for."""
-        answers = self._sent.answers if self._shared and self._sent else ()
+        answers = self._life.sent.answers if self._shared else ()
         return [part for part in answers if self._own.ages[part] > self._delay]
 
     @property
     def rounds(self) -> int:
         """Rounds that were absorbed, including those of the worker's predecessors."""
         turns = self.layout.turns
-        return sum(max(self._heard[part].round for part in turn) for turn in turns)
+        return sum(max(self._life.heard[part].round for part in turn) for turn in turns)
 
     @property
     def global_step(self) -> int:
@@ -356,7 +391,7 @@ class Worker:
 
     def _met(self, part: int) -> int:
         """The meetings of a part, as of its last answer."""
-        return self._heard[part].global_step
+        return self._life.heard[part].global_step
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -365,19 +400,20 @@ class Worker:
         The next push would bear the name of the one that was interrupted, and the
         server would take it for a repetition.
         """
-        if self._torn:
+        life = self._life
+        if life.torn:
             raise RuntimeError(
                 f"The last step of worker {self.index} was interrupted, and whether "
                 "the center has its push is not known. Call worker.pull() to go on "
                 "from the center as it is."
             )
-        self._torn = True
+        life.torn = True
         try:
             yield
         except PushRefused:
-            self._torn = False
+            life.torn = False
             raise
-        self._torn = False
+        life.torn = False
 
     @property
     def _turn(self) -> tuple[int, ...]:
@@ -390,7 +426,7 @@ class Worker:
 
     def _is_asked(self) -> bool:
         """Whether others have opened a meeting of the next parts, or met without it."""
-        if self._sent is not None or not self._shared:
+        if self._life.sent.answers or not self._shared:
             return False
         ask = self.connection.asked
         return any(ask(self.index, part, self._met(part)) for part in self._turn)
@@ -402,15 +438,15 @@ class Worker:
         self, parts: tuple[int, ...], numbers: dict[str, float], place: str
     ) -> None:
         begin = here().now()
-        pace = (begin - self._paced[1]) / max(self.local_step - self._paced[0], 1)
-        self._paced = self.local_step, begin
+        life, (step, second) = self._life, self._life.paced
+        pace = (begin - second) / max(self.local_step - step, 1)
+        life.paced = self.local_step, begin
         outgoing = self._own.outgoing(parts)
         size = sum(bytes_of(one.arrays) for one in outgoing.values())
-        now = self._sent or _Sent({}, {}, [], begin)
         first = [part for part in parts if not self.layout.owners[part]][:1]
-        leases = tuple(self._walked) if first else ()
+        leases = tuple(life.walked) if first else ()
         for part, one in outgoing.items():
-            heard = self._heard[part]
+            heard = life.heard[part]
             push = Push(
                 worker=self.index,
                 round=heard.round + 1,
@@ -422,7 +458,7 @@ class Worker:
                 seconds=self._seconds,
                 lost=self._untold,
                 bytes=size,
-                tokens=self._tokens[part],
+                tokens=life.tokens[part],
                 part=part,
                 place=place,
                 confirms=heard.number if self._decodes else 0,
@@ -430,20 +466,18 @@ class Worker:
                 leases=leases if [part] == first else (),
                 step_seconds=pace,
             )
-            now.answers[part] = self.connection.send(push)
-            now.tokens[part] = push.tokens
-            self._tokens[part], self._untold = 0.0, 0
+            life.sent.answers[part] = self.connection.send(push)
+            life.sent.tokens[part] = push.tokens
+            life.tokens[part], self._untold = 0.0, 0
         if first:
-            self._walked = []
-        now.leases, now.begin = [*now.leases, *leases], begin
-        self._sent = now
+            life.walked = []
+        life.sent.leases += leases
+        life.sent.begin = begin
 
     def _land(self, wait: bool = True) -> None:
         """Take the answers; without `wait` those that are there."""
-        if (sent := self._sent) is None:
-            return
-        answers, refused = sent.answers, None
-        first = len(answers) == len(sent.tokens)
+        life, sent, refused = self._life, self._life.sent, None
+        answers, first = sent.answers, len(sent.answers) == len(sent.tokens)
         for part, answer in list(answers.items()):
             if not (wait or answer.is_there()):
                 continue
@@ -452,12 +486,12 @@ class Worker:
                 reply = answer()
             except PushRefused as error:
                 self._own.give_back(part)
-                self._tokens[part] += sent.tokens[part]
+                life.tokens[part] += sent.tokens[part]
                 if not self.layout.owners[part]:
-                    self._walked += sent.leases
+                    life.walked += sent.leases
                 refused = error
                 continue
-            self._heard[part] = reply._replace(arrays={})
+            life.heard[part] = reply._replace(arrays={})
             self.lost, self._untold = self.lost + reply.lost, self._untold + reply.lost
             if reply.lost:
                 log.warning(
@@ -468,36 +502,21 @@ class Worker:
             self.used, first = reply.used and (first or self.used), False
             self.staleness = reply.staleness
             self._own.land(part, reply, self._place)
-        if not answers:
-            self._sent, self._seconds = None, here().now() - sent.begin
+        if sent.tokens and not answers:
+            life.sent, self._seconds = _Sent(), here().now() - sent.begin
         if refused is not None:
             raise refused
 
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
-        self._torn: bool = True
+        self._life.torn = True
         joined = self.connection.join(self.index)
-        # When it pushed last: the step, and the time.
-        self._paced: tuple[int, float] = joined.local_step, here().now()
-        self._sent: _Sent | None = None
-        # Ranges of samples: of the next step, of later ones, and of those made since
-        # the last push to the first server.
-        self._lease: Lease | None = None
-        self._leases: deque[Lease] = deque()
-        self._exhausted: bool = False  # whether `samples` has come to its end
-        self._walked: list[int] = []
-        # Of each part the last answer, without its arrays.
-        self._heard: dict[int, Reply] = {
-            part: Reply({}, x.global_step, 0, round=x.round)
-            for part, x in joined.parts.items()
-        }
-        self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
-        self.local_step: int = joined.local_step
-        self.incarnation: int = joined.incarnation
+        self._life = _Life(joined.parts, joined.local_step)
+        self.local_step, self.incarnation = joined.local_step, joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}
         self._own.start(arrays, self._place)
-        self.place: Any = json.loads(joined.place or "null")
-        self._torn = False
+        self.place = json.loads(joined.place or "null")
+        self._life.torn = False
         return joined
 
     def shard(self, sharding: Any) -> None:

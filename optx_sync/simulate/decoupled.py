@@ -15,14 +15,13 @@ from optx_sync.center.contract import CenterRule, Round, Weigh
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import Center, Worker
 from optx_sync.core.checks import Refused, refuse
-from optx_sync.core.shapes import Array, Bool, Float
+from optx_sync.core.shapes import Array, Float
 from optx_sync.core.trees import Tree, is_nothing, row_of, where, with_row
-from optx_sync.exchange import landing
-from optx_sync.exchange.agree import agree, times
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import Exchange, check_exchange, start_outliers
+from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum, check_meet
+from optx_sync.meetings.together import merged
 from optx_sync.simulate.clock import (
     Failure,
     Happening,
@@ -36,9 +35,6 @@ from optx_sync.simulate.clock import (
 from optx_sync.simulate.engine import Around, Engine, engine_of
 from optx_sync.simulate.replay import GradFn, Record, replay
 from optx_sync.state.leaves import stack
-from optx_sync.state.metrics import Info
-
-_AXIS = "workers"
 
 
 class Learner(NamedTuple):
@@ -397,10 +393,13 @@ class _ByMeetings(NamedTuple):
     def close(self, part: int, state: DecoupledState, row: _Row) -> DecoupledState:
         """The center absorbs what has come to a meeting, and answers."""
         engine, learners = self.engine, state.learners
-        weights = jnp.where(row.come, learners.weights[:, part], 0)
+        # What others hold is of earlier meetings, and counts for nothing.
+        weights, counts = row.come, None
+        if engine.rule.weigh is not None:
+            weights = jnp.where(row.come, learners.weights[:, part], 0)
+            counts = jnp.any(weights > 0)
         brought = jax.vmap(lambda x: engine.parts.pick(x, part))(learners.brought)
-        total = self.merged(brought, row.come, weights)
-        counts = None if engine.rule.weigh is None else jnp.any(weights > 0)
+        total = merged(self.merge, engine.rule, brought, weights)
         center = Center(state.center, state.outer)
         # As in lockstep, an outer optimizer sees the workers of a meeting as one.
         center, around = engine.absorb(part, center, total, counts)
@@ -410,18 +409,3 @@ class _ByMeetings(NamedTuple):
 
         learners = jax.vmap(answer)(learners, row.come)
         return DecoupledState(learners, *center, state.params)
-
-    def merged(self, brought: Tree, come: Bool[Array, " N"], weights: Any) -> Tree:
-        """The sum or mean of what has come, by their weights."""
-
-        def of_one(tree, weight):
-            # What others hold is of earlier meetings, and counts for nothing.
-            place, info = landing.Landing(_AXIS), Info(outliers=start_outliers(merge))
-            agreed = agree(merge, place, tree, (), info, weight=weight)
-            if rule.mean_over is None:  # `weigh` is a factor, as of one that is alone
-                return times(agreed.mean, agreed.weight)
-            return agreed.mean
-
-        merge, rule = self.merge, self.engine.rule
-        weight = come if rule.weigh is None else weights
-        return row_of(jax.vmap(of_one, axis_name=_AXIS)(brought, weight), 0)

@@ -123,7 +123,7 @@ def runtime(rule, workers=1, weigh=None, overlap=False, **options):
         worker.step(grads(event, worker.params, place=event % workers))
         params.append(jax.tree.map(np.asarray, worker.params))
         # The server absorbs what arrives; in lockstep a sum lands with the answer.
-        if worker._sent is None:
+        if not worker._life.sent.answers:
             landed = server.center()
         elif server.global_step > rounds:
             landed = before

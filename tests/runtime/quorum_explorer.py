@@ -27,7 +27,7 @@ class QuorumExplorer(Explorer):
         self.closes = functools.cache(self._closes)
 
     def held(self, server):
-        held = tuple(
+        return tuple(
             (
                 one.global_step,
                 tuple((c.worker, c.round) for c in one.came),
@@ -37,12 +37,10 @@ class QuorumExplorer(Explorer):
             )
             for one in server._held
         )
-        return held, tuple(sorted(server._left))
 
     def thawed(self, number, server):
         thawed = super().thawed(number, server)
-        helds, left = self.machines.things[number].held
-        thawed._left = set(left)
+        helds = self.machines.things[number].held
         for held, state in zip(thawed._held, helds, strict=True):
             step, came, dropped, (strangers, restored), total = state
             held.strangers, held.restored = set(strangers), restored
@@ -53,7 +51,7 @@ class QuorumExplorer(Explorer):
             held.rows = {"['x']": np.zeros_like(held.rows["['x']"])}
             if came:
                 held.rows["['x']"].flat = np.frombuffer(total, np.float32)
-            held.dropped, held.left, held.closes = set(dropped), set(left), None
+            held.dropped, held.left, held.closes = set(dropped), thawed._left, None
         return thawed
 
     def _leaves(self, machine, server, worker):
@@ -105,7 +103,7 @@ class QuorumExplorer(Explorer):
                     yield world._replace(servers=put(world.servers, k, gone))
         waits = self.patient and self.goes_on(world)
         for k, machine in enumerate(() if waits else world.servers):
-            for at, (_, came, *_) in enumerate(self.machines.things[machine].held[0]):
+            for at, (_, came, *_) in enumerate(self.machines.things[machine].held):
                 if came:
                     short = put(world.servers, k, self.closes(machine, k, at))
                     yield world._replace(servers=short)
@@ -130,9 +128,8 @@ class QuorumExplorer(Explorer):
             return super().explore()
 
     def check(self, world):
-        everyone = tuple(range(self.workers))
         machines = [self.machines.things[number] for number in world.servers]
-        if any(machine.held[1] != everyone for machine in machines):
+        if not all(x.left for machine in machines for x in machine.book.entries):
             return False
         if not super().check(world):
             return False

@@ -114,7 +114,8 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         for _ in range(rng.choice([1, 1, 2]) if kind in kinds else 0):
             who = rng.randrange(servers if "server" in kind else workers)
             long = rng.choice([0.5, 3.0, 1e9])
-            faults.append((HEALS * rng.random(), kind, who, long))
+            when = rng.choice([1.0, 3.0, HEALS]) * rng.random()
+            faults.append((when, kind, who, long))
     return Drawn(
         seed, workers, servers, parts, delay, period, meet,
         code=code, samples=samples, steps=rng.randint(4, 12),
@@ -441,8 +442,9 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         if drawn.resumes:
             again(world, drawn, told, go)
     world.marks["samples"] += bool(drawn.samples)
-    if any("nothing was merged" in event.message for event in history.events):
-        world.marks["a refused merge"] += 1
+    for why, mark in ("merge= needs", "a refused merge"), ("infinity", "a bomb"):
+        if any(why in e.message for e in history.events if e.kind == "short"):
+            world.marks[mark] += 1
     if marks is not None:
         marks.update(world.marks + told.marks)
 

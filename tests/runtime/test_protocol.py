@@ -57,8 +57,8 @@ def test_exploration_finds_a_push_that_is_applied_twice(monkeypatch):
 
     def forgetful(book, entry, request):
         place = entry.places[request.part]
-        if place.last == (request.incarnation, request.serial):
-            request = request._replace(round=place.round + 1)
+        if place.last == (request.incarnation, request.round):
+            request = request._replace(counted=place.counted + 1)
             entry = entry._replace(places=(place._replace(last=()),))
         return send(book, entry, request)
 
@@ -71,9 +71,7 @@ def test_exploration_finds_a_server_that_does_not_say_that_it_was_dead(monkeypat
     decide = protocol.decide
 
     def trusting(book, request):
-        if hasattr(request, "epoch"):
-            request = request._replace(epoch=book.epoch)
-        return decide(book, request)
+        return decide(book, request._replace(epoch=book.epoch))
 
     monkeypatch.setattr(protocol, "decide", trusting)
     with pytest.raises(AssertionError, match=r"too early|lost without a word"):
@@ -92,7 +90,7 @@ def test_exploration_finds_a_loss_that_is_not_told(monkeypatch):
 def of(epoch, *place):
     """What a server answers: its epoch, and the state of the pushes of one part."""
     places = (protocol.Place(*place),)
-    return protocol.Standing(epoch, protocol.Entry(places, 5, 1))
+    return protocol.Standing(epoch, places, 5, 1)
 
 
 def test_a_push_that_is_sent_again_is_not_told_as_lost():
@@ -110,12 +108,12 @@ def test_a_loss_is_told_though_the_next_push_was_refused():
     """What a server's going back took is told with the first push that is answered."""
     client = protocol.begin(protocol.Client(0), "enter")
     client = protocol.hears(client, of(1))
-    for serial, answers in [
+    for number, answers in [
         (1, [of(1, 1, (5, 1), 1)]),
         (2, [protocol.Turned(*of(2)[:2]), protocol.Refused("it holds a NaN.")]),
         (2, [of(2, 1, (5, 2), 1)]),
     ]:
-        client = protocol.begin(client, "send", 0, serial)
+        client = protocol.begin(client, "send", 0, number)
         for answer in answers:
             client = protocol.hears(client, answer)
     assert client.phase == "idle" and client.lost == 1

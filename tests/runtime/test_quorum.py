@@ -124,7 +124,7 @@ def test_all_of_equal_speed_are_lockstep(name):
         stepped(*workers)
         if not options.get("delay"):  # They take the center before their next step.
             for worker in workers:
-                if worker._sent is not None:
+                if worker._life.sent.answers:
                     worker._land()
         for w, worker in enumerate(workers):
             close(worker.params, jax.tree.map(lambda x, w=w, t=t: x[w, t], wanted))
@@ -196,7 +196,7 @@ def test_grace_lets_a_slow_one_in():
         stepped(*workers[:2])
     assert server.global_step == 1
     held.closes = 3.0
-    sent: Any = workers[0]._sent
+    sent: Any = workers[0]._life.sent
     assert not sent.answers[0].is_there()
     now[0] = 3.0
     assert sent.answers[0].is_there() and server.global_step == 2
@@ -318,11 +318,35 @@ def test_a_merge_that_needs_more_than_have_come_merges_nothing_and_says_so():
         worker.land()
         assert not worker.used
     close(server.center(), PARAMS)
-    said = [event.message for event in server.events()[1] if event.kind == "short"]
-    assert said == [
-        "A meeting of part 0 is short: nothing was merged of 2, for merge= needs 3: "
-        "all are dropped."
+    short = "A meeting of part 0 is short: nothing was merged of "
+    said = short + "2, for merge= needs 3: all are dropped."
+    assert shortages(server) == [said]
+    # Three have come, and one of them weighs nothing.
+    rule = DILOCO._replace(weigh=lambda at: at.tokens)
+    server, workers = party(rule, quorum(3, merge=trimmed), 1, 3)
+    held: Any = server._held[0]
+    sent = {path: np.ones((8, 2), np.float32) for path in held.center}
+    for w, tokens in enumerate((1.0, 0.0, 1.0)):
+        push = oxs.runtime.Push(w, 1, {"contribution": sent}, tokens=tokens)
+        held.absorb(w, push, {})
+    assert shortages(server) == [said] and held.dropped == {0, 1, 2}
+
+
+def test_a_meeting_that_would_overflow_is_dropped_and_says_so():
+    server, _ = party(COUNT, quorum(2), 1, 2)
+    held: Any = server._held[0]
+    sent = {path: np.full((8, 2), 3e38, np.float32) for path in held.center}
+    for w in range(2):
+        held.absorb(w, oxs.runtime.Push(w, 1, {"contribution": sent}), {})
+    assert shortages(server) == [
+        "A meeting of part 0 is short: nothing was merged of 2, for the center would "
+        "hold a NaN or infinity: all are dropped."
     ]
+    close(server.center(), PARAMS)
+
+
+def shortages(server):
+    return [event.message for event in server.events()[1] if event.kind == "short"]
 
 
 def test_elastic_workers_meet_the_center_as_it_was():

@@ -149,7 +149,7 @@ def test_samples_that_came_late_are_others():
         for worker, mine in zip(quick, batches, strict=True):
             marked(worker, next(mine))
     marked(slow, late)
-    assert slow._sent.answers[0].is_there()
+    assert slow._life.sent.answers[0].is_there()
     assert server._ledger.lease(0, quick[0]._holds(), 1) == [late]
 
 
@@ -161,7 +161,7 @@ def test_what_came_late_at_the_end_is_done_by_its_worker():
         marked(slow, next(mine))
     for worker in (first, second):
         marked(worker, next(worker.samples()))
-        worker._leases.clear()  # it takes one at a time here
+        worker._life.leases.clear()  # it takes one at a time here
     for lease in first.samples():
         marked(first, lease)
     assert next(mine, None) is None
@@ -209,7 +209,7 @@ def test_what_waits_in_a_meeting_is_done_once_the_meeting_absorbs_it(tmp_path):
     first, second = start(0), start(1)
     mine = next(first.samples())
     marked(first, mine)
-    assert first._sent is not None and not first._sent.answers[0].is_there()
+    assert first._life.sent.answers and not first._life.sent.answers[0].is_there()
     server.checkpoint()
     marked(second, next(second.samples()))  # which closes the meeting, and is lost
     assert seen(server).sum() == 4
@@ -292,8 +292,8 @@ def test_who_is_silent_after_a_death_is_waited_for_a_while(tmp_path):
     taken = got[0].number
     assert not server._ledger.may_count(1, (mine[1].number, taken))
     late.connection = server
-    late._walked = [mine[1].number, taken]
-    late._lease = None
+    late._life.walked = [mine[1].number, taken]
+    late._life.lease = None
     late._own.step({"seen": np.ones(TOTAL, np.float32)}, ())
     late.flush()
     assert not late.used and not seen(server).any()

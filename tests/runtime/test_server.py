@@ -1032,14 +1032,14 @@ def test_small_push_that_a_rule_amplifies_into_an_overflow_is_refused():
     server.push(Push(0, 2, moves(0.0)))
 
 
-def converse(server, client, goal, serial=0, arrays: Any = None):
+def converse(server, client, goal, number=0, arrays: Any = None):
     """A worker does one thing with a server."""
-    client = protocol.begin(client, goal, 0, serial)
+    client = protocol.begin(client, goal, 0, number)
     while (request := protocol.wants(client)) is not None:
         push = None
-        if isinstance(request, protocol.Send):
+        if request.kind == "send":
             incarnation, arrays = client.incarnation, arrays or moves()
-            push = Push(client.worker, serial, arrays, incarnation=incarnation)
+            push = Push(client.worker, number, arrays, incarnation=incarnation)
         client = protocol.hears(client, server.handle(request, push)[0])
     return client
 

@@ -60,17 +60,17 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     for place in elsewhere:
         monkeypatch.setattr(shared, "seen", lambda a, place=place: seen((*place, a[2])))
         line = SharedLine(begins=True)
-        enter = line.packed((protocol.Enter(0, 0), None))
+        enter = line.packed((protocol.Request("enter", 0, 0), None))
         assert isinstance(line.unpacked(actor.handle(0, enter)), Unseen)
         assert not line.near
     answer, joined = line.unpacked(
-        actor.handle(0, line.packed((protocol.Enter(0, 0), None)))
+        actor.handle(0, line.packed((protocol.Request("enter", 0, 0), None)))
     )
     assert not line.is_open
     assert joined.restarts == 0  # What was not seen has done nothing.
     mine = joined.incarnation
     push = Push(0, 1, {"contribution": {"['w']": LARGE}}, incarnation=mine)
-    send = protocol.Send(answer.epoch, 0, mine, 0, 0, 1, 1)
+    send = protocol.Request("send", 0, mine, answer.epoch, round=1, counted=1)
     message = line.packed((send, push))
     assert len(message) > LARGE.nbytes  # It lies nowhere else.
     answer, reply = SharedLine().unpacked(actor.handle(0, message))
@@ -84,7 +84,7 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
 
     def enter(worker):
         line = SharedLine(begins=True)
-        message = line.packed((protocol.Enter(worker, 0), None))
+        message = line.packed((protocol.Request("enter", worker, 0), None))
         assert not line.is_open  # Nobody has taken what is offered.
         answer, joined = line.unpacked(actor.handle(worker, message))
         assert line.is_open
@@ -93,7 +93,9 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
     def ask(line, epoch, worker, mine, number, array):
         arrays = {"contribution": {"['w']": array}}
         push = Push(worker, number, arrays, incarnation=mine)
-        send = protocol.Send(epoch, worker, mine, 0, 0, number, number)
+        send = protocol.Request(
+            "send", worker, mine, epoch, round=number, counted=number
+        )
         line.say(line.packed((send, push)))
 
     lines = [enter(worker) for worker in (0, 1)]

@@ -208,7 +208,9 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray):
     passes(60.0)
     news = server.waiting
     line = ray_actors.SharedLine()
-    enter = line.packed((ray_actors.protocol.Enter(0, joined.incarnation), None))
+    enter = line.packed(
+        (ray_actors.protocol.Request("enter", 0, joined.incarnation), None)
+    )
     server.waiting = [*news, (Ref(), "handle", (0, enter))]
     server.frozen = False
     # News are answered first, and the worker's message a little later.

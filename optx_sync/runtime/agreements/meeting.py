@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center import worker as work
-from optx_sync.core.trees import Tree, is_finite, times
+from optx_sync.core.trees import Tree, is_finite
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
+from optx_sync.meetings.together import merged
 from optx_sync.runtime.agreements.arrays import own_buffers
 from optx_sync.runtime.agreements.center import Center, said
 from optx_sync.runtime.agreements.own import Terms
@@ -24,8 +25,6 @@ from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.samples import MEETING, Outcome
 from optx_sync.runtime.system import here
 
-# The axis of the contributions to one meeting.
-AXIS = "contributions"
 # What overflows is found out at the end of a meeting, which is then dropped.
 _QUIETLY = np.errstate(over="ignore", invalid="ignore")
 
@@ -154,13 +153,18 @@ class Meetings(Center):
     def _close(self, now: float) -> None:
         came, self.came, self.closes = self.came, [], None
         weights, self.weights = self.weights, []
-        counts, needs = [False for _ in came], self.merge.needs
+        weigh, needs = [bool(weight > 0) for weight in weights], self.merge.needs
+        counts, why = [False for _ in came], ""
         try:
-            if len(came) < needs:
-                what = f"nothing was merged of {len(came)}, for merge= needs {needs}"
-                self.short += (f"{what}: all are dropped",)
+            if 0 < sum(weigh) < needs:
+                why = f"merge= needs {needs}"
             elif self._merge(weights):
-                counts = [bool(weight > 0) for weight in weights]
+                counts = weigh
+            elif any(weigh):
+                why = "the center would hold a NaN or infinity"
+            if why:
+                what = f"nothing was merged of {sum(weigh)}, for {why}"
+                self.short += (f"{what}: all are dropped",)
         finally:  # Also where `merge` raises, everybody is told.
             for one, used in zip(came, counts, strict=True):
                 if not used:
@@ -205,17 +209,9 @@ class Meetings(Center):
 
     def _run_meet(self, center, outer, came, weights):
         before = work.Center(self.variables.tree(center), outer)
-
-        def one(tree, weight):
-            met = self.merge.meet(tree, self.merge.init(tree), AXIS, weight=weight)
-            if self.rule.mean_over is None:
-                return jax.tree.map(lambda x: times(met.weight, x), met.mean)
-            return met.mean
-
         total = self.variables.tree(came)
         if not self.sums:
-            means = jax.vmap(one, axis_name=AXIS)(total, weights)
-            total = jax.tree.map(lambda x: x[0], means)
+            total = merged(self.merge, self.rule, total, weights)
         after = alone.absorb(self.rule, before, total)
         held = own_buffers((self.variables.arrays(after.value), after.outer), came)
         return *held, is_finite(after)
