@@ -283,7 +283,7 @@ differs without parameters. Declare needs_params=True.
 
 def virtual_cluster(
     seed: int = 0, *, max_seconds: float = 10_000.0
-) -> contextlib.AbstractContextManager["VirtualCluster"]:
+) -> "contextlib.AbstractContextManager[VirtualCluster]":
     """Run `oxs.runtime.run` in this process on a virtual clock, to test a program.
 
     Within the `with` block a run has its supervisor, servers and workers, and
@@ -357,8 +357,8 @@ def fault(
         worker_fn: The program that `oxs.runtime.run` takes.
         kind: `"dies"`: its process is gone, in the middle of the program. `"freezes"`:
             it does nothing for some time. `"loses an answer"`: the answer to its next
-            push is lost, and it pushes again. `"is told to leave"`: the notice, SIGTERM,
-            that its machine goes.
+            push is lost, and it pushes again. `"is told to leave"`: it has the notice
+            (SIGTERM) that its machine goes.
         worker: The number of the worker that is hit.
         step: The `worker.local_step` after which it is.
         seconds: How long a frozen worker is, by the virtual clock.
