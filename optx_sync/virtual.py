@@ -121,7 +121,11 @@ class NoMetric:
     def inc(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    set = observe = inc
+    def set(self, *_: object, **__: object) -> None:
+        """Do nothing."""
+
+    def observe(self, *_: object, **__: object) -> None:
+        """Do nothing."""
 
 
 def no_groups(*_: object) -> None:
@@ -465,7 +469,9 @@ class Actor:
         given: tuple[Any, ...],
         options: dict[str, Any],
     ):
-        self.kind, self.given, self.options = kind, given, options
+        self.kind: Any = kind
+        self.given: tuple[Any, ...] = given
+        self.options: dict[str, Any] = options
         self._cluster = cluster
         self.is_server: bool = kind.__name__ == "ServerActor"
         self.restarts: int = options.get("max_restarts", 0) if self.is_server else 0
