@@ -77,7 +77,9 @@ def loop(config):
         params = network.init(jax.random.key(0), images[:1])  # equal everywhere
         return params, tx.init(params)
 
-    with oxs.elastic.Group(config["run"], "workers") as group:
+    # Kills are drawn, and may come three times before a save is written.
+    begun = oxs.elastic.Group(config["run"], "workers", starts_without_save=None)
+    with begun as group:
         params, state = group.restore_or_start(begin)
         say("restored", position=group.position)
 

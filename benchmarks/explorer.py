@@ -304,7 +304,7 @@ class Explorer:
 
     def rounds_left(self, clients, part, server):
         line = clients[server].lines[self.parts[server].index(part)]
-        return max(self.rounds - line.counted, 0)
+        return max(self.rounds - line.place.counted, 0)
 
     def returned(self, program, client):
         """What a call has told the worker."""

@@ -2,7 +2,7 @@
 
     make storms                          # an hour and a half
     python benchmarks/storms.py --quick
-    python benchmarks/storms.py --only link
+    python benchmarks/storms.py --only link driver
 
 Two network namespaces with a Ray node each are joined by a cable. Workers meet by
 quorum, parts in turn, answers two steps later; meanwhile faults come from a table, by a
@@ -11,7 +11,8 @@ how it was answered. *Beyond*: an answered push that the center lacks, though no
 went back to a save from before it, or only to one too old. *Untold*: one that is lost,
 and its worker was not told.
 *Twice*: a place holds more than one push's mark, or one of a push that was dropped.
-*Torn*: the two variables of a part differ. Needs root and iproute2.
+*Torn*: the two variables of a part differ. *Made*: the steps of all workers; those that
+the center lacks are told apart by why. Needs root and iproute2.
 """
 
 import collections
@@ -45,10 +46,15 @@ import optx_sync as oxs
 from optx_sync import runtime
 
 on_ray.take_one_thread()
-HOSTS, HERE, THERE = ("oxs-storm-a", "oxs-storm-b"), "10.97.0.1", "10.97.0.2"
+# Another number makes hosts of their own, for storms at the same time.
+NUMBER = os.environ.get("STORM", "0")
+HOSTS = f"oxs-storm{NUMBER}-a", f"oxs-storm{NUMBER}-b"
+HERE, THERE = f"10.97.{NUMBER}.1", f"10.97.{NUMBER}.2"
 PORT = 6397
 EVERY, PARTS, PERIOD, DELAY = 20, 4, 16, 2  # pushes between saves; of the run
 STEP_SECONDS = 0.2
+WORKER_TIMEOUT, PATIENCE = 30.0, 20.0  # seconds: of the run, and of its meetings
+SLOW_KBIT = 20, 100  # a second, of a slow link: 50 to 10 s for a push
 FLOATS, MARK = 16_384, 12.0  # of each of a part's two variables; of a push
 DISK_MB = 48
 # Of Ray's calls between the hosts, per cent: the request lost, the answer lost, the
@@ -85,8 +91,10 @@ class Witness:
     def __init__(self, connection: Any, folder: pathlib.Path, worker: Any):
         self._inner, self._folder = connection, folder
         self._worker, self._workers = worker, FLOATS // 8
-        name = f"worker_{worker.index}_{worker.incarnation}.jsonl"
-        self._log = (folder / name).open("a", buffering=1)
+        name = f"{worker.index}_{worker.incarnation}"
+        self._log = (folder / f"worker_{name}.jsonl").open("a", buffering=1)
+        self._steps = (folder / f"steps_{name}").open("ab", buffering=0)
+        self._over: dict[int, int] = {}  # steps that answers have overwritten, by part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -94,6 +102,10 @@ class Witness:
     def say(self, what: str, **more: Any) -> None:
         """Write a line."""
         self._log.write(json.dumps({"what": what, "time": time.time(), **more}) + "\n")
+
+    def steps(self) -> None:
+        """Count a step: a byte, which outlives this process."""
+        self._steps.write(b".")
 
     def _place(self, part: int) -> int:
         """A place that no incarnation of this worker has had: they may overlap."""
@@ -114,7 +126,8 @@ class Witness:
             of_part[path][place] = MARK
         push = push._replace(arrays={"contribution": of_part})
         known = {"part": part, "place": place, "server": server, "steps": push.steps}
-        known["began"] = time.time()
+        known |= {"began": time.time(), "over": self._over.pop(part, 0)}
+        self.say("sent", **known)
         pending = self._inner.send(push)
 
         def answer() -> Any:
@@ -122,9 +135,13 @@ class Witness:
                 reply = pending()
             except runtime.PushRefused as error:
                 self.say("refused", **known, message=str(error)[:200])
+                self._over[part] = self._over.get(part, 0) + known["over"]
                 raise
             epoch = self._inner._clients[worker, server].epoch
-            known.update(step=reply.global_step, lost=reply.lost, epoch=epoch)
+            # What an answer in time overwrites is part of the next push's steps.
+            age = self._worker._own.ages[part]
+            self._over[part] = age if age <= DELAY else 0
+            known.update(step=reply.global_step, lost=reply.lost, epoch=epoch, age=age)
             self.say("ack" if reply.used else "late", **known)
             return reply
 
@@ -140,6 +157,7 @@ def drive(folder: pathlib.Path) -> None:
         (folder / "begin").touch()
         grads = {name: np.zeros(FLOATS, np.float32) for name in start()}
         while time.time() < float((folder / "until").read_text()):
+            witness.steps()
             worker.step(grads)
             time.sleep(STEP_SECONDS)
         witness.say("end")
@@ -150,9 +168,9 @@ def drive(folder: pathlib.Path) -> None:
         num_workers=party.workers, num_servers=party.servers, delay=DELAY,
         communication_period=PERIOD,
         fragments=lambda path, leaf: int(str(path[0].key)[2:]),
-        meet=runtime.quorum(party.quorum, grace=1.0),
+        meet=runtime.quorum(party.quorum, grace=1.0, patience=PATIENCE),
         checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
-        address=f"{HERE}:{PORT}",
+        address=f"{HERE}:{PORT}", worker_timeout=WORKER_TIMEOUT,
     )  # fmt: skip
     with (folder / "center.npz").open("wb") as file:
         np.savez(file, **center)
@@ -179,6 +197,8 @@ class Storm:
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.driver: Any = None
         self.faults: list[dict[str, Any]] = []
+        self.deaths: list[float] = []  # when a process was killed
+        self.slow = 0  # how many faults make the link slow now
         self.starts: collections.Counter[str] = collections.Counter()
         self.errors: list[str] = []  # of drivers, which were started again
         self.over, self.ended = threading.Event(), ""
@@ -208,7 +228,7 @@ class Storm:
 
     def clean(self) -> None:
         """End its processes, and those of one that was killed."""
-        namespaces.remove("oxs-storm")
+        namespaces.remove(f"oxs-storm{NUMBER}")
         shell(f"umount -l {self.folder / 'saved'}", check=False)
 
     def _keep_up(self) -> None:
@@ -300,13 +320,20 @@ class Storm:
                 threading.Thread(target=self.befall, args=(order.pop(), lasts))
             )
             threads[-1].start()
-            due += every * self.rng.uniform(0.5, 1.5)
+            # One of ten comes right after the one before.
+            soon = self.rng.random() < 0.1
+            due += every * (0.03 if soon else self.rng.uniform(0.5, 1.7))
         for thread in threads:
             thread.join()
         while not self.over.wait(0.5):
             if time.time() > until + PATIENCE_SECONDS:
                 self.ended = f"not {PATIENCE_SECONDS} s after the last fault"
                 return
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL, and note when."""
+        if on_ray.tell(pid):
+            self.deaths.append(time.time())
 
     def befall(self, kind: str, lasts: float) -> None:
         """A fault that lasts so long, if it is one that lasts."""
@@ -328,7 +355,7 @@ def killed(title: str) -> Fault:
 
     @contextlib.contextmanager
     def fault(storm: Storm) -> Iterator[bool]:
-        on_ray.tell(storm.one(title))
+        storm.kill(storm.one(title))
         yield False
 
     return fault
@@ -353,6 +380,20 @@ def cut(storm: Storm) -> Iterator[bool]:
     shell(f"ip -n {HOSTS[1]} link set eth down")
     yield True
     shell(f"ip -n {HOSTS[1]} link set eth up")
+
+
+@contextlib.contextmanager
+def slow(storm: Storm) -> Iterator[bool]:
+    """The cable takes so long, both ways, that a push takes long beside a timeout."""
+    rate = round(storm.rng.uniform(*SLOW_KBIT))
+    for host in HOSTS:
+        limits = f"tbf rate {rate}kbit burst 8kb latency 2s"
+        shell(f"tc -n {host} qdisc replace dev eth root {limits}")
+    storm.slow += 1
+    yield True
+    storm.slow -= 1
+    for host in HOSTS if not storm.slow else ():  # Others may last longer.
+        shell(f"tc -n {host} qdisc del dev eth root", check=False)
 
 
 @contextlib.contextmanager
@@ -389,7 +430,7 @@ def damaged(storm: Storm) -> Iterator[bool]:
     with contextlib.suppress(OSError, IndexError, ValueError):
         pid = int((folder / "lock").read_text().split()[1])  # "process 12 on ..."
         if pid in storm.pids(ACTORS["servers"]):
-            on_ray.tell(pid)
+            storm.kill(pid)
     yield False
 
 
@@ -397,6 +438,7 @@ def damaged(storm: Storm) -> Iterator[bool]:
 def driver_killed(storm: Storm) -> Iterator[bool]:
     """SIGKILL of the driver: the same call is made again."""
     storm.nodes["driver"].kill()
+    storm.deaths.append(time.time())
     yield False
 
 
@@ -406,6 +448,7 @@ FAULTS_OF_A_STORM: dict[str, Fault] = {
     "a worker stopped": stopped(ACTORS["workers"]),
     "a server stopped": stopped(ACTORS["servers"]),
     "the link cut": cut,
+    "the link slow": slow,
     "the disk full": full,
     "a save damaged": damaged,
     "the driver killed": driver_killed,
@@ -413,6 +456,32 @@ FAULTS_OF_A_STORM: dict[str, Fault] = {
 
 
 # What is left of it.
+class Wasted(NamedTuple):
+    """Steps of all workers, in the mean of the parts: made, and what became of them."""
+
+    made: float
+    center: float  # in the center
+    overwritten: float  # by an answer that was taken `delay` steps later
+    late: float  # pushed, and dropped
+    died: float  # with a worker, or with its push
+    server: float  # pushed, answered, and gone with a server's going back
+
+
+# What a storm of all kinds is to have seen; else it says less than it seems to.
+MARKS = {  # what the log of the driver says of it
+    "a meeting of too few": "a server waits no longer",
+    "a damaged save set aside": "has a damaged checkpoint",
+    "a save that failed": "could not save",
+    "a push refused": "a push of worker",
+    "a silent worker killed": "no server heard of it",
+}
+SEEN = (
+    "a worker again", "a server again", "the driver again", "two deaths in one meeting",
+    "a late contribution after a restart", "an answer later than delay",
+    "an answer after the timeout", *MARKS,
+)  # fmt: skip
+
+
 class Found(NamedTuple):
     """What a storm has left."""
 
@@ -428,12 +497,80 @@ class Found(NamedTuple):
     participation: float  # workers in a meeting, the mean
     rate: float  # steps a second that the center has
     ended: str
+    wasted: list[float] = []  # noqa: RUF012 # only read: as `Wasted`
+    seen: list[int] = []  # noqa: RUF012 # only read: how often, of each of `SEEN`
+
+
+Log = list[dict[str, Any]]
+
+
+def seen(storm: Storm, logs: list[Log]) -> list[int]:
+    """How often a storm has seen each thing of `SEEN`."""
+    found: collections.Counter[str] = collections.Counter()
+    answers = [[x for x in log if x["what"] in ("ack", "late")] for log in logs]
+    epochs = collections.defaultdict(set)
+    held: dict[tuple[int, int, int], float] = {}  # when a meeting was heard of
+    for log in answers:
+        own = collections.defaultdict(set)  # of this worker, by server
+        for line in log:
+            known, epoch = own[line["server"]], line["epoch"]
+            again = bool(known) and epoch not in known
+            known.add(epoch)
+            epochs[line["server"]].add(epoch)
+            late, meeting = line["what"] == "late", (line["part"], epoch, line["step"])
+            held[meeting] = min(held.get(meeting, math.inf), line["time"])
+            found["a late contribution after a restart"] += again and late
+            found["an answer later than delay"] += line.get("age", 0) > DELAY
+            slow = line["time"] - line["began"] > WORKER_TIMEOUT
+            found["an answer after the timeout"] += slow
+    found["a worker again"] = max(len(logs) - storm.party.workers, 0)
+    found["a server again"] = sum(len(of) - 1 for of in epochs.values())
+    found["the driver again"] = max(storm.starts["driver"] - 1, 0)
+    for part in range(PARTS):
+        times = sorted(time for (of, *_), time in held.items() if of == part)
+        for begin, end in itertools.pairwise(times):
+            within = sum(begin < death < end for death in storm.deaths)
+            found["two deaths in one meeting"] += within > 1
+    path = storm.folder / "driver.log"
+    said = path.read_text("utf-8", "replace") if path.exists() else ""
+    found |= {mark: said.count(text) for mark, text in MARKS.items()}
+    return [found[mark] for mark in SEEN]
+
+
+def wasted(folder: pathlib.Path, logs: dict[str, Log], there: Callable) -> list[float]:
+    """What became of the steps; `there` says whether the center has a push."""
+    sums = dict.fromkeys(Wasted._fields, 0.0)
+    for name, log in logs.items():
+        path, ended = folder / f"steps_{name}", any(x["what"] == "end" for x in log)
+        made = PARTS * path.stat().st_size if path.exists() else 0
+        sums["made"] += made
+        by_push = {}  # The last line of each says how it was answered, if it was.
+        for line in log:
+            if line["what"] != "end":
+                by_push[line["part"], line["place"]] = line
+        for line in by_push.values():
+            if (what := line["what"]) == "refused":  # These steps are pushed again.
+                continue
+            gone = {"ack": "server", "late": "late", "sent": "died"}[what]
+            over = line.get("over", 0)
+            sums["center" if there(line) else gone] += line["steps"] - over
+            sums["overwritten"] += over
+            made -= line["steps"]
+        # At a program's end all is pushed but what an answer overwrites.
+        sums["overwritten" if ended else "died"] += max(made, 0)
+    return [round(of / PARTS, 2) for of in sums.values()]
 
 
 def judge(storm: Storm, seconds: float) -> Found:
     """Compare what workers have written down with the center."""
     files = storm.folder.glob("worker_*.jsonl")
-    logs = [[json.loads(x) for x in file.read_text().splitlines()] for file in files]
+    of_lives = {
+        file.stem.removeprefix("worker_"): [
+            json.loads(x) for x in file.read_text().splitlines()
+        ]
+        for file in files
+    }
+    logs = [*of_lives.values()]
     lines = [line for log in logs for line in log]
     acks = [line for line in lines if line["what"] == "ack"]
     late = [line for line in lines if line["what"] == "late"]
@@ -441,7 +578,8 @@ def judge(storm: Storm, seconds: float) -> Found:
     if not (storm.folder / "center.npz").exists():
         blank = ["" for _ in range(9)]
         return Found(len(storm.faults), len(acks), *blank, storm.ended)  # type: ignore # no numbers
-    center = np.load(storm.folder / "center.npz")
+    with np.load(storm.folder / "center.npz") as file:
+        center = dict(file)
     value = [-center[f"a_{part}"].astype(float) for part in range(PARTS)]
     torn = sum(int((center[f"a_{p}"] != center[f"b_{p}"]).sum()) for p in range(PARTS))
     # Of each start of a server, the first meeting of each part that could be made then.
@@ -454,9 +592,19 @@ def judge(storm: Storm, seconds: float) -> Found:
     def explained(ack: dict[str, Any]) -> bool:
         """Whether its server went back behind it, and no farther than it may."""
         server, part = ack["server"], ack["part"]
+        meeting = ack["step"], ack["epoch"], part
+        held = [
+            MARK / value[part][x["place"]]
+            for x in acks
+            if (x["step"], x["epoch"], x["part"]) == meeting and value[part][x["place"]]
+        ]
+        # It was saved while it waited, and held again by those that had come by then.
+        again = bool(held) and all(round(k) == len(held) for k in held)
         later = sorted(e for s, e in first if s == server and e > ack["epoch"])
         redone = [
-            e for e in later if first[server, e].get(part, math.inf) <= ack["step"]
+            e
+            for e in later
+            if first[server, e].get(part, math.inf) <= ack["step"] + again
         ]
         if not redone:
             return False
@@ -496,13 +644,15 @@ def judge(storm: Storm, seconds: float) -> Found:
         # Of a meeting that is saved while it waits some may be there when it is held
         # again: then they are as many as share it.
         twice += abs(k - round(k)) > 1e-3 or (few and met[part, step, round(k)] < k)
-    steps = sum(x["steps"] for x in acks if value[x["part"]][x["place"]]) / PARTS
+    became = wasted(
+        storm.folder, of_lives, lambda x: bool(value[x["part"]][x["place"]])
+    )
     answered = len(acks) + len(late)
     return Found(
         len(storm.faults), answered, (len(acks) - len(missing_)) / max(answered, 1),
         len(late), len(missing_), beyond, untold, int(twice), torn,
         float(len(counts) / max(sum(1 / k for *_, k in counts), 1e-9)),
-        steps / seconds, storm.ended,
+        Wasted(*became).center / seconds, storm.ended, became, seen(storm, logs),
     )  # fmt: skip
 
 
@@ -544,10 +694,17 @@ def row(weather: Weather, found: Found, calm: float) -> list[Any]:
     ]  # fmt: skip
 
 
+def became(weather: Weather, found: Found) -> list[Any]:
+    """What the table shows of steps: how many were made, and the shares."""
+    made, *rest = found.wasted
+    return [weather.name, round(made), *(f"{of / max(made, 1):.1%}" for of in rest)]
+
+
 def main() -> None:
     """Each kind of fault alone, then all of them."""
     parser = report.arguments(__doc__)
-    parser.add_argument("--only", default="", help="weather whose name contains this")
+    names = "weather whose name contains one of these"
+    parser.add_argument("--only", nargs="*", default=[""], help=names)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the storm")
     parser.add_argument("--resume", action="store_true", help="go on with a table")
     options = parser.parse_args()
@@ -559,21 +716,25 @@ def main() -> None:
         Weather("none", FOUR, 120.0, math.inf, []),
         Weather("all kinds", FOUR, long, 30.0, every),
         Weather("none, two workers", TWO, 120.0, math.inf, []),
-        Weather(
-            "workers and the link, two workers",
-            TWO, long / 3, 52.0, [*killed_or_stopped, "the link cut"],
+        *(
+            Weather(
+                f"workers and the link, two workers, {hourly} an hour",
+                TWO, long / 3, 3600 / hourly, [*killed_or_stopped, "the link cut"],
+            )
+            for hourly in (69, 85)
         ),
         *(Weather(f"{kind}, alone", FOUR, alone, 20.0, [kind]) for kind in every),
     ]  # fmt: skip
     if options.quick:
-        weathers = [weathers[0]._replace(seconds=20.0), weathers[4]]
-    weathers = [one for one in weathers if options.only in one.name]
+        weathers = [weathers[0]._replace(seconds=20.0), weathers[5]]
+    weathers = [one for one in weathers if any(x in one.name for x in options.only)]
     page = report.Report(
         "storms", options, floats=FLOATS, period=PERIOD, delay=DELAY, every=EVERY,
-        disk=DISK_MB, step=STEP_SECONDS,
+        disk=DISK_MB, step=STEP_SECONDS, timeout=WORKER_TIMEOUT, patience=PATIENCE,
+        least=SLOW_KBIT[0], most=SLOW_KBIT[1],
     )  # fmt: skip
     known = report.Known(page.folder / "storms.rows", options.resume)
-    rows, calm = [], {FOUR: math.nan, TWO: math.nan}
+    rows, judged, calm = [], [], {FOUR: math.nan, TWO: math.nan}
     with contextlib.suppress(KeyboardInterrupt):  # Then with what there is.
         for one in weathers:
             (found,) = known.get(
@@ -583,8 +744,20 @@ def main() -> None:
             if not one.kinds:
                 calm[one.party] = found.rate
             rows.append(row(one, found, calm[one.party]))
+            judged.append((one, found))
             print(rows[-1], flush=True)
     page.table("storms", rows)
+    ended = [(one, found) for one, found in judged if found.wasted]
+    page.table("wasted", [became(one, found) for one, found in ended])
+    page.table("seen", [
+        [mark, *(found.seen[at] for _, found in ended)] for at, mark in enumerate(SEEN)
+    ], weathers=" | ".join(one.name for one, _ in ended))  # fmt: skip
+    for one, found in ended:
+        if set(one.kinds) == set(every):
+            never = [
+                mark for mark, often in zip(SEEN, found.seen, strict=True) if not often
+            ]
+            page.text("never", name=one.name, marks=", ".join(never) or "nothing")
     page.save()
     if len(rows) == len(weathers):
         known.path.unlink()

@@ -72,7 +72,9 @@ def loop(config):
         params = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
         return params, tx.init(params)
 
-    with oxs.elastic.Group(config["folder"], "workers") as group:
+    # On a busy machine Ray may start several groups before one has saved.
+    begun = oxs.elastic.Group(config["folder"], "workers", starts_without_save=10)
+    with begun as group:
         params, state = group.restore_or_start(begin)
         say(position=group.position)
 

@@ -307,13 +307,21 @@ class VirtualCluster(system.System):
         for what in late:
             self.at(0.0, what)
 
-    def fate(self, actor: "Actor", name: str) -> tuple[float, str, float | None]:
+    def way_back(self, actor: "Actor", given: tuple[Any, ...], answer: Any) -> float:
+        """The seconds until an actor's answer to a call is there."""
+        del actor, given, answer
+        return 0.001 + 0.004 * self.random.random()
+
+    def fate(
+        self, actor: "Actor", name: str, given: tuple[Any, ...]
+    ) -> tuple[float, str, float | None]:
         """What becomes of a call of an actor.
 
         Returns:
             Its seconds on the way; "request" or "answer", if that is lost; and by how
             many seconds it comes once more, or `None`.
         """
+        del given
         seconds, losing = 0.001 + 0.004 * self.random.random(), self.process.losing
         if not (losing and actor.is_server and name == "handle"):
             return seconds, "", None
@@ -518,7 +526,7 @@ class Actor:
             if processes > 1:
                 no_groups()
         cluster, ref = self._cluster, Ref()
-        seconds, lost, again = cluster.fate(self, name)
+        seconds, lost, again = cluster.fate(self, name, given)
         self._calls[ref] = None
         if lost == "request":
             cluster.at(seconds, lambda: self._fail(ref))
@@ -594,7 +602,7 @@ class Actor:
         if not process.alive:
             return
         self._calls.pop(ref, None)
-        seconds = 0.001 + 0.004 * cluster.random.random()
+        seconds = cluster.way_back(self, given, value)
         if lost:
             late = ActorError("its answer was lost")
             cluster.at(seconds, lambda: ref.end(error=late))

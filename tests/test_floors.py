@@ -69,7 +69,7 @@ GROUND = {
     "simulate": files("simulate/: clock engine replay"),
     "runtime": files(
         "runtime/: system messages protocol parts samples checkpoints server worker "
-        "display metrics shared group ray_actors "
+        "display paces metrics shared group ray_actors "
         "runtime/agreements/: __init__ contract arrays memory saved pushes own "
         "center meeting sync_replicas"
     ),

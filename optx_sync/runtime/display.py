@@ -22,8 +22,20 @@ RATE_SECONDS = 30.0
 KEPT = 100_000
 # The most workers that such a line names.
 SHOWN_WORKERS = 8
-WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
-WARNINGS += ("short", "uncounted")
+# What the log says of an event. The first three are no warnings.
+SAID = {
+    "join": "{who} has joined",
+    "left": "{who} has ended",
+    "started": "{who} has started",
+    "lost": "{who} died",
+    "refused": "a push of {who} was refused",
+    "restored": "{who} is back, at step {step}",
+    "damaged": "{who} has a damaged checkpoint",
+    "unsaved": "{who} could not save, and goes on",
+    "rolled_back": "{who} has lost pushes",
+    "short": "{who} waits no longer",
+    "uncounted": "{who} has samples left",
+}
 
 
 class History(NamedTuple):
@@ -64,7 +76,7 @@ def is_told(event: Event, of_first: bool, parts: Container[int]) -> bool:
     """
     if event.kind in ("push", "dropped", "retry"):
         return event.part in parts
-    return of_first or event.kind in ("started", *WARNINGS)
+    return of_first or event.kind in SAID.keys() - {"join", "left"}
 
 
 class Seen:
@@ -205,10 +217,9 @@ class Display:
     def show(self, seen: Seen, new: list[Event]) -> None:
         """Show new events."""
         for event in new:
-            if event.kind in WARNINGS:
-                log.warning(line(event))
-            elif event.kind in ("started", "join", "left"):
-                log.info(line(event))
+            if event.kind in SAID:
+                is_news = event.kind in ("join", "left", "started")
+                log.log(logging.INFO if is_news else logging.WARNING, line(event))
         if self._live is not None:
             self._live.update(table(self._workers, seen, self._total), refresh=True)
         elif time.monotonic() >= self._next_line and log.isEnabledFor(logging.INFO):
@@ -219,19 +230,7 @@ class Display:
 def line(event: Event) -> str:
     """An event as a line of the log."""
     who = f"worker {event.worker}" if event.worker >= 0 else "a server"
-    what = {
-        "join": f"{who} has joined",
-        "left": f"{who} has ended",
-        "lost": f"{who} died",
-        "refused": f"a push of {who} was refused",
-        "restored": f"{who} is back, at step {event.global_step}",
-        "started": f"{who} has started",
-        "damaged": f"{who} has a damaged checkpoint",
-        "unsaved": f"{who} could not save, and goes on",
-        "rolled_back": f"{who} has lost pushes",
-        "short": f"{who} waits no longer",
-        "uncounted": f"{who} has samples left",
-    }.get(event.kind, f"{event.kind}: {who}")
+    what = SAID[event.kind].format(who=who, step=event.global_step)
     message = ": " + " ".join(event.message.split()) if event.message else ""
     return what + message[:500]
 

@@ -160,6 +160,7 @@ class Joined(NamedTuple):
         restarts: How often the worker has joined before.
         incarnation: Stands in every push; pushes of an older one are refused.
         place: The notes of its predecessor's program, as JSON; "" if there are none.
+        lost: Pushes of the worker, which had joined before, that went with a server.
     """
 
     parts: dict[int, JoinedPart]
@@ -167,6 +168,7 @@ class Joined(NamedTuple):
     restarts: int
     incarnation: int = 0
     place: str = ""
+    lost: int = 0
 
     @property
     def round(self) -> int:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a run for Ray's dashboard and Prometheus."""
 
+from collections.abc import Mapping
+
 from optx_sync.runtime.messages import Event
+from optx_sync.runtime.paces import Scores
 from optx_sync.runtime.system import here
 
 # By name: the field of an event, and what it says.
@@ -11,6 +14,10 @@ GAUGES = {
     "staleness": ("staleness", "The other workers' rounds between its last two"),
     "push_bytes": ("bytes", "Bytes of a worker's last push, to all servers"),
     "pull_bytes": ("pulled", "Bytes of this server's answer to it"),
+}
+SCORES = {
+    "relative_score": "A worker's pace beside the others' median; 0.5: half as fast",
+    "individual_score": "A worker's pace beside its own best since it has joined",
 }
 COUNTERS = {
     "refused": "Pushes that were refused",
@@ -37,6 +44,10 @@ class Metrics:
             name: metrics.Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
             for name, (_, what) in GAUGES.items()
         }
+        self._scores = [
+            metrics.Gauge(f"optx_sync_{name}", description=what, tag_keys=keys[:1])
+            for name, what in SCORES.items()
+        ]
         self._counters = {
             name: metrics.Counter(
                 f"optx_sync_{name}_total", description=what, tag_keys=keys
@@ -67,3 +78,9 @@ class Metrics:
             tags = {"worker": str(worker), "server": str(server)}
             for name, (field, _) in GAUGES.items():
                 self._gauges[name].set(getattr(event, field), tags=tags)
+
+    def rate(self, scores: Mapping[int, Scores]) -> None:
+        """Show how fast workers are."""
+        for worker, of in scores.items():
+            for gauge, score in zip(self._scores, of, strict=True):
+                gauge.set(score, tags={"worker": str(worker)})

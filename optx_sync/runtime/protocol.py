@@ -251,9 +251,8 @@ class Line(NamedTuple):
     """What a worker knows of its pushes of one part."""
 
     round: int = 0  # of the last one applied; does not go back when pushes are lost
-    counted: int = 0  # the server's count with that push
-    used: int = 0  # the server's count of those not dropped
-    base: int = 0  # how many of these its predecessors made
+    place: Place = Place()  # what the server said of them last
+    base: int = 0  # how many of those not dropped its predecessors made
 
 
 class Client(NamedTuple):
@@ -291,7 +290,7 @@ def wants(client: Client) -> Request | None:
         case "send":
             line = c.lines[part] if c.lines else Line()
             # If it is neither the next nor the last one again, the server refuses it.
-            count = line.counted + (number - line.round or 1)
+            count = line.place.counted + (number - line.round or 1)
             return asked._replace(round=number, counted=count)
         case "token" | "start":
             return asked
@@ -311,17 +310,28 @@ def hears(client: Client, answer: Answer) -> Client:
     if answer.busy:  # Others have to come: ask again.
         return client._replace(phase="token" if client.sending else "waiting")
     if client.phase == "enter":
-        lines = tuple(Line(p.counted, p.counted, p.used, p.used) for p in answer.places)
+        # It may have joined before: what a server has lost since is told now.
+        known = client.lines or tuple(Line(base=place.used) for place in answer.places)
+        pairs = [*zip(known, answer.places, strict=True)]
         client = client._replace(
-            lines=lines, incarnation=answer.incarnation, above=0, joins=answer.joins
-        )
+            lines=tuple(
+                Line(p.counted, p, min(line.base, p.used))
+                for line, p in pairs
+            ),
+            lost=client.lost + sum(_gone(line, place) for line, place in pairs),
+            incarnation=answer.incarnation, above=0, joins=answer.joins,
+        )  # fmt: skip
     elif client.sending:
         part, number = client.sending
-        line, place = client.lines[part], answer.places[part]
-        number = max(line.round, number)
-        line = line._replace(round=number, counted=place.counted, used=place.used)
+        line = client.lines[part]
+        line = line._replace(round=max(line.round, number), place=answer.places[part])
         client = client._replace(lines=_put(client.lines, part, line))
     return client._replace(phase="idle", sending=())
+
+
+def _gone(line: Line, place: Place) -> int:
+    """The worker's pushes of a part that the server has lost."""
+    return max(line.place.used - max(place.used, line.base), 0)
 
 
 def _resumed(client: Client, answer: Turned) -> Client:
@@ -332,15 +342,15 @@ def _resumed(client: Client, answer: Turned) -> Client:
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
         # Without lines it has sent this server no request yet.
-        new = Line(applied or place.counted, place.counted, place.used, place.used)
+        new = Line(applied or place.counted, place, place.used)
         line = client.lines[part] if client.lines else new
         # Whether the push that is sent again had been applied.
         had = (
             client.sending[:1] == (part,) and applied < client.sending[1] <= line.round
         )
-        lost += max(line.used - max(place.used, line.base) - had, 0)
+        lost += max(_gone(line, place) - had, 0)
         base, number = min(line.base, place.used), max(line.round, applied)
-        lines.append(Line(number, place.counted, place.used, base))
+        lines.append(Line(number, place, base))
     phase = "send" if client.sending else client.phase
     client = client._replace(epoch=answer.epoch, lines=tuple(lines), lost=lost)
     return client._replace(phase=phase)

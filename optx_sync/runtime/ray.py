@@ -2,6 +2,7 @@
 """Asynchronous training on Ray: start servers and workers, replace those that die."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -31,6 +32,7 @@ from optx_sync.runtime.display import Display, History, Seen, is_told, log
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.paces import Paces
 from optx_sync.runtime.parts import lay_out, shapes_of
 from optx_sync.runtime.ray_actors import (
     RayConnection,
@@ -155,7 +157,7 @@ def run(
     way = way_of(agreement, settings)
     contract.check_period(communication_period)
     limits = _Limits(
-        max_failures, worker_timeout, total_steps, resources_per_worker,
+        num_workers, max_failures, worker_timeout, total_steps, resources_per_worker,
         processes_per_worker,
     ).checked()  # fmt: skip
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
@@ -183,12 +185,13 @@ def run(
             ends.callback(ray.kill, actor)
         options = {**settings._asdict(), "synchronous": synchronous}
         start = worker_fn, connection, shapes, inner, agreement, options
-        return _supervised(ray, start, num_workers, connection, params, limits)
+        return _supervised(start, params, limits)
 
 
 class _Limits(NamedTuple):
     """What a run tolerates, how long it is, and what each worker takes."""
 
+    num_workers: int
     max_failures: int
     worker_timeout: float | None
     total_steps: int | None
@@ -214,30 +217,23 @@ class _Limits(NamedTuple):
         return self._replace(needs=needs)
 
 
-def _supervised(
-    ray: Any,
-    start: tuple,
-    num_workers: int,
-    connection: RayConnection,
-    params: Tree,
-    limits: _Limits,
-) -> tuple[Tree, History]:
+def _supervised(start: tuple, params: Tree, limits: _Limits) -> tuple[Tree, History]:
     """Run the workers until all have returned, and show events."""
-    with Display(num_workers, limits.total_steps) as display, _sigterm_as_sigint():
-        events = _Events(connection, display)
-        supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
-        begin, ended = here().now(), "has ended"
+    display, begin = Display(limits.num_workers, limits.total_steps), here().now()
+    with display, _sigterm_as_sigint():
+        supervisor, ended = _Supervisor(start, limits, display), "has ended"
+        events, saved_in = supervisor.events, supervisor.connection.saved_in
         try:
             supervisor.supervise()
-            return _saved(connection, events, params)
+            return supervisor.saved(params)
         except BaseException as error:
             ended = f"was ended by {type(error).__name__}"
-            _carry(error, supervisor, params)
+            supervisor.carry(error, params)
             raise
         finally:
             supervisor.stop()
-            seconds, where = here().now() - begin, connection.saved_in
-            log.info("The run %s: %s", ended, events.seen.closing(seconds, where))
+            said = events.seen.closing(here().now() - begin, saved_in)
+            log.info("The run %s: %s", ended, said)
 
 
 @contextlib.contextmanager
@@ -283,48 +279,23 @@ def _running_ray(address: str | None, cpus: int) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
-    """Save the center, and return what `run` returns."""
-    connection.call("end")  # Who was killed may not be dead yet.
-    connection.checkpoint()
-    connection.call("end")  # Of a server that died as it saved: what it lacks now.
-    center, averages = connection.center(params), connection.averages()
-    events.collect_the_rest()
-    return center, events.seen.history(averages)
-
-
-def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> None:
-    """Save what has been trained so far, and attach it to the exception."""
-    events = supervisor.events
-    center, history = None, events.seen.history(None)
-    try:
-        supervisor.stop()  # Then all pushes that workers were answered are saved.
-        center, history = _saved(supervisor.connection, events, params)
-    except Exception as other:
-        log.warning("The center or its history cannot be had any more: %s", other)
-    error.center, error.history = center, history  # type: ignore
-    if center is not None:
-        error.add_note("The center as it was is this exception's attribute `center`.")
-
-
 class _Supervisor:
     """Starts the workers, and replaces those that die, until all have returned."""
 
-    def __init__(self, ray, start, num_workers, connection, events, limits):
-        self.ray = ray
-        self.num_workers = num_workers
-        self.connection = connection
-        self.events = events
-        self.limits = limits
-        self.failures = 0  # exceptions of `worker_fn`
-        errors = ray.exceptions
-        self._raised = errors.RayTaskError, errors.UnserializableException
-        self.hung: dict[int, str] = {}  # the message for a worker that was killed
-        worker_fn, _, _, inner, agreement, options = start
+    def __init__(self, start: tuple, limits: _Limits, display: Display):
+        self.ray = here().ray()
+        worker_fn, self.connection, _, inner, agreement, options = start
         with naming_what_cannot_be_sent(
             worker_fn=worker_fn, inner=inner, agreement=agreement, **options
         ):
-            self.start = ray.put(start)
+            self.start = self.ray.put(start)
+        self.limits = limits
+        stands = not options.get("delay")  # while its push is on its way
+        self.events = _Events(self.connection, display, stands)
+        errors = self.ray.exceptions
+        self._raised = errors.RayTaskError, errors.UnserializableException
+        self.failures = 0  # exceptions of `worker_fn`
+        self.hung: dict[int, str] = {}  # the message for a worker that was killed
         self.actors: dict[int, list[Any]] = {}  # one, or those of a group
         self.together: dict[int, Any] = {}  # where a group is placed
         self.running: dict[object, int] = {}
@@ -332,10 +303,10 @@ class _Supervisor:
         self.placing_said = here().now()
         self.returned: set[int] = set()
         self.reported: set[tuple[str, int]] = set()  # (server, who left)
-        self.deaths = [0] * num_workers
+        self.deaths: Counter[int] = Counter()  # since the last round, by worker
         # Of each worker, its pushes of each part when it died last.
-        self.met_at_death = [Counter[int]() for _ in range(num_workers)]
-        self.joins = [0] * num_workers  # joins before it was started
+        self.met_at_death: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self.joins: Counter[int] = Counter()  # joins before it was started
 
     def supervise(self) -> None:
         gpus = self.ray.cluster_resources().get("GPU")
@@ -344,7 +315,7 @@ class _Supervisor:
                 "The cluster has %g GPUs, and the workers train on CPUs. Pass "
                 "resources_per_worker={'GPU': 1}, or 0 to have it so.", gpus,
             )  # fmt: skip
-        for index in range(self.num_workers):
+        for index in range(self.limits.num_workers):
             self._launch(index)
         while self.running:
             done, _ = self.ray.wait(list(self.running), timeout=POLL_SECONDS)
@@ -364,6 +335,29 @@ class _Supervisor:
         for index in list(self.actors):
             self._kill(index)
 
+    def saved(self, params: Tree) -> tuple[Tree, History]:
+        """Save the center, and return what `run` returns."""
+        connection = self.connection
+        connection.call("end")  # Who was killed may not be dead yet.
+        connection.checkpoint()
+        connection.call("end")  # Of a server that died as it saved: what it lacks now.
+        center, averages = connection.center(params), connection.averages()
+        # All events: a request from before may lack the last ones.
+        self.events.collect(wait=True)
+        self.events.collect(wait=True)
+        return center, self.events.seen.history(averages)
+
+    def carry(self, error: Any, params: Tree) -> None:
+        """Save what has been trained so far, and attach it to the exception."""
+        error.center, error.history = None, self.events.seen.history(None)
+        try:
+            self.stop()  # Then all pushes that workers were answered are saved.
+            error.center, error.history = self.saved(params)
+        except Exception as other:
+            log.warning("The center or its history cannot be had any more: %s", other)
+            return
+        error.add_note("The center as it was is this exception's attribute `center`.")
+
     def _kill(self, index: int) -> None:
         """Kill a worker's processes: some may be alive, and they hold their CPUs."""
         # Process 0 last: the others complain when it goes.
@@ -382,27 +376,27 @@ class _Supervisor:
             self.placing_said = here().now()
         elif here().now() - self.placing_said > SILENCE_SECONDS:
             self.placing_said = here().now()
-            has, free = self.ray.cluster_resources(), self.ray.available_resources()
-            takes = {
-                name: number * self.limits.processes
-                for name, number in self.limits.needs.items()
-            }
-            # Where there is room for one more, Ray has placed all; or no one machine
-            # has so much of it.
-            room = all(free.get(name, 0) >= takes[name] for name in takes)
-            numbers = ", ".join(map(str, sorted(self.placing)))
-            log.warning(
-                "The run waits for %s: each needs %s.%s",
-                f"the processes of workers {numbers} to start"
-                if room
-                else f"a place for workers {numbers}, or for their processes to start",
-                ", ".join(
-                    f"{number:g} {name} ({free.get(name, 0):g} of "
-                    f"{has.get(name, 0):g} are free)"
-                    for name, number in takes.items()
-                ),
-                " If they do not start, no single machine has so much." if room else "",
-            )
+            self._say_who_has_none()
+
+    def _say_who_has_none(self) -> None:
+        has, free = self.ray.cluster_resources(), self.ray.available_resources()
+        count, needs = self.limits.processes, self.limits.needs
+        # Where there is room for one more, Ray has placed all; or no one machine has so
+        # much of it.
+        room = all(free.get(name, 0) >= count * needs[name] for name in needs)
+        numbers = ", ".join(map(str, sorted(self.placing)))
+        what = f"a place for workers {numbers}, or for their processes to start"
+        each = (
+            f"{count * needs[name]:g} {name} ({free.get(name, 0):g} of "
+            f"{has.get(name, 0):g} are free)"
+            for name in needs
+        )
+        log.warning(
+            "The run waits for %s: each needs %s.%s",
+            f"the processes of workers {numbers} to start" if room else what,
+            ", ".join(each),
+            " If they do not start, no single machine has so much." if room else "",
+        )
 
     def _launch(self, index: int) -> None:
         needs, count = {**self.limits.needs}, self.limits.processes
@@ -447,8 +441,8 @@ class _Supervisor:
                 "It starts again where there is a place.", index,
             )  # fmt: skip
             self._launch(index)
-            return
-        self.returned.add(index)
+        else:
+            self.returned.add(index)
         if unpushed:
             log.warning(
                 "Worker %d has ended, and its last %d steps are not in the center: "
@@ -477,6 +471,12 @@ class _Supervisor:
         """Tell of a worker that is lost; raise if the run does not bear it."""
         raised = self._raised
         cause: Any = getattr(error, "cause", error)  # what `worker_fn` has raised
+        joins = self.events.seen.counts["join", index]
+        lost = cause is not error and isinstance(
+            cause, self.ray.exceptions.RayActorError
+        )
+        if lost and joins == self.joins[index]:
+            error = cause  # of a call before: its program has not begun
         if not isinstance(error, raised):
             # Raised for dead actors, those killed for memory, and those out of reach.
             why = _WHY.get(type(error).__name__, "its process is gone")
@@ -492,7 +492,6 @@ class _Supervisor:
             why += f"{self.limits.max_failures} that the run bears)"
         why += f"; more in {_filed(error)}"
         self.events.lost(index, why)
-        joins = self.events.seen.counts["join", index]
         if joins == self.joins[index] and not isinstance(error, raised):
             # Its program has not begun: the machine is full, or a node is gone.
             said = "Worker %d did not start; again in %.0f s."
@@ -512,13 +511,9 @@ class _Supervisor:
             ) from (cause if isinstance(error, raised) else None)
 
     def _kill_who_hangs(self) -> None:
-        limit = self.limits.worker_timeout
-        if limit is None:
-            return
-        for index in {*self.running.values()}:
-            seconds = self.events.silence_of(index)
-            waits = index in self.placing or index in self.hung
-            if seconds > limit and not waits:
+        limit = self.limits.worker_timeout or math.inf
+        for index in {*self.running.values()} - {*self.placing, *self.hung}:
+            if self.events.silence_of(index) > limit:
                 why = f"It was killed: no server heard of it for {limit:g} s."
                 self.hung[index] = why
                 for actor in self.actors[index]:
@@ -526,11 +521,12 @@ class _Supervisor:
 
     def _tell_who_left(self) -> None:
         """Report to all servers, also to restarted ones, who has left."""
-        for number, (boot, _) in enumerate(self.events.places):
+        for server in self.events.servers:
             for index in self.returned:
-                if boot and (boot, index) not in self.reported:
-                    self.reported.add((boot, index))
-                    self.connection.servers[number].call.remote("leave", index)
+                told = server.name, index
+                if server.name and told not in self.reported:
+                    self.reported.add(told)
+                    server.actor.call.remote("leave", index)
 
     def _say_what_for(self) -> None:
         waiting = [self.events.how(index) for index in sorted({*self.running.values()})]
@@ -563,98 +559,105 @@ def _filed(error: BaseException) -> str:
     return path
 
 
+@dataclasses.dataclass
+class _Server:
+    """What has been heard of a server."""
+
+    actor: Any
+    name: str = ""  # of its process
+    taken: int = 0  # the number of events from that
+    is_down: bool = False  # it is being restarted
+    step: int = 0
+    # The call that it has not answered yet, when it was made, and the answer before.
+    news: Any = None
+    asked: float = 0.0
+    answered: float = dataclasses.field(default_factory=lambda: here().now())
+    # The seconds in which it listened: those in which it owed an answer are left out,
+    # since a worker may have spoken to it.
+    listened: float = 0.0
+    # By worker: its requests so far, and what had been listened by the last one.
+    requests: list[int] = dataclasses.field(default_factory=list)
+    spoke: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
 class _Events:
     """Collects the servers' events while they run.
 
     Events that have not been collected are lost when a server dies.
     """
 
-    def __init__(self, connection: RayConnection, display: Display):
-        self._servers = connection.servers
+    def __init__(
+        self, connection: RayConnection, display: Display, stands: bool = True
+    ):
+        self.servers = [*map(_Server, connection.servers)]
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
-        # The names of the servers' processes, and the number of events from each.
-        self.places = [("", 0) for _ in self._servers]
-        # Of each server, the call that it has not answered yet, and since when.
-        self._asked: dict[int, tuple[object, float]] = {}
-        self._down: set[int] = set()  # servers that are being restarted
-        self._steps: dict[int, int] = {}  # of each server
         self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        # Of each server, the seconds in which it listened: those in which it owed an
-        # answer are left out, since a worker may have spoken to it.
-        self._listened = [0.0] * len(self._servers)
-        self._answered = [here().now()] * len(self._servers)
-        # By server and worker: its requests so far, and what had been listened by then.
-        self._requests: dict[tuple[int, int], tuple[str, int]] = {}
-        self._spoke: dict[tuple[int, int], float] = {}
-        self._metrics = Metrics()
+        self._metrics, self._paces = Metrics(), Paces(stands)
         self.seen = Seen()
         self.heard = here().now()
 
     def collect(self, wait: bool = False) -> None:
         """Take the events that servers have ready; with `wait`, all events."""
-        ray = here().ray()
-        new: list[Event] = []
-        for number, server in enumerate(self._servers):
-            if number not in self._asked:
-                news = server.call.remote("news", *self.places[number])
-                self._asked[number] = news, here().now()
-        references = [reference for reference, _ in self._asked.values()]
+        for server in self.servers:
+            if server.news is None:
+                ask = server.actor.call.remote
+                server.news = ask("news", server.name, server.taken)
+                server.asked = here().now()
+        calls = [server.news for server in self.servers]
         seconds = SILENCE_SECONDS if wait else 0.02
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)
-        for number, (reference, since) in list(self._asked.items()):
-            if reference not in ready:
-                continue
-            del self._asked[number]
-            idle = since - self._answered[number]
-            self._answered[number] = here().now()
-            try:
-                found = ray.get(reference)
-            except ray.exceptions.ActorDiedError as error:
-                raise RuntimeError(
-                    "A server died, and does not come back. Pass checkpoint_dir, so "
-                    f"that it can. More in {_filed(error)}"
-                ) from None
-            except ray.exceptions.RayError as error:
-                if number not in self._down:
-                    self._down.add(number)
-                    # Ray raises the same where a call of a living one was lost.
-                    said = "server %d has died, or cannot be reached; more in %s"
-                    log.warning(said, number, _filed(error))
-                continue
-            self._down.discard(number)
-            if isinstance(found, Exception):
-                raise found
-            boot, events, requests = found
-            self._listened[number] += idle
-            for worker, count in enumerate(requests):
-                key = number, worker
-                if self._requests.get(key) != (boot, count):
-                    self._requests[key] = boot, count
-                    self._spoke[key] = self._listened[number]
-            for event in events:
-                if event.kind in ("push", "dropped"):
-                    self.met[event.worker][event.part] += 1
-            name, before = self.places[number]
-            self.places[number] = (boot, len(events) + (before if boot == name else 0))
-            self._metrics.add(number, events)
-            if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
-                events = [self._of_all(number, event) for event in events]
-            new += [x for x in events if is_told(x, number == 0, self._tell_of)]
-        new.sort(key=lambda event: event.time)
-        self._tell(new)
+        ready, _ = here().ray().wait(calls, num_returns=len(calls), timeout=seconds)
+        new: list[Event] = []
+        for number, server in enumerate(self.servers):
+            if server.news in ready:
+                new += self._answer_of(number, server)
+        self._tell(sorted(new, key=lambda event: event.time))
 
-    def _of_all(self, number: int, event: Event) -> Event:
-        self._steps[number] = event.global_step
-        return event._replace(global_step=sum(self._steps.values()))
+    def _answer_of(self, number: int, server: _Server) -> list[Event]:
+        """Take the answer of a server: its events that are told."""
+        ray, news = here().ray(), server.news
+        idle = server.asked - server.answered
+        server.news, server.answered = None, here().now()
+        try:
+            found = ray.get(news)
+        except ray.exceptions.ActorDiedError as error:
+            raise RuntimeError(
+                "A server died, and does not come back. Pass checkpoint_dir, so "
+                f"that it can. More in {_filed(error)}"
+            ) from None
+        except ray.exceptions.RayError as error:
+            if not server.is_down:
+                server.is_down = True
+                # Ray raises the same where a call of a living one was lost.
+                said = "server %d has died, or cannot be reached; more in %s"
+                log.warning(said, number, _filed(error))
+            return []
+        server.is_down = False
+        if isinstance(found, Exception):
+            raise found
+        name, events, requests = found
+        server.listened += idle
+        if name != server.name:  # It counts anew.
+            server.name, server.taken, server.requests = name, 0, [-1] * len(requests)
+        for worker, before in enumerate(server.requests):
+            if before != requests[worker]:
+                server.spoke[worker] = server.listened
+        server.requests, server.taken = requests, server.taken + len(events)
+        for event in events:
+            if event.kind in ("push", "dropped"):
+                self.met[event.worker][event.part] += 1
+        self._metrics.add(number, events)
+        if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
+            events = [self._of_all(server, event) for event in events]
+        return [x for x in events if is_told(x, number == 0, self._tell_of)]
 
-    def collect_the_rest(self) -> None:
-        """Take all events: a request from before may lack the last ones."""
-        self.collect(wait=True)
-        self.collect(wait=True)
+    def _of_all(self, server: _Server, event: Event) -> Event:
+        server.step = event.global_step
+        return event._replace(global_step=sum(one.step for one in self.servers))
 
     def _tell(self, new: list[Event]) -> None:
         self.seen.add(new)
+        self._metrics.rate(self._paces.add(new))
         if new:
             self.heard = here().now()
         self._display.show(self.seen, new)
@@ -669,15 +672,12 @@ class _Events:
 
     def launched(self, worker: int) -> None:
         """Note that a worker's process is being started."""
-        for number, listened in enumerate(self._listened):
-            self._spoke[number, worker] = listened
+        for server in self.servers:
+            server.spoke[worker] = server.listened
 
     def silence_of(self, worker: int) -> float:
         """Seconds that servers have listened since a worker spoke, or was started."""
-        return min(
-            listened - self._spoke[number, worker]
-            for number, listened in enumerate(self._listened)
-        )
+        return min(one.listened - one.spoke[worker] for one in self.servers)
 
     def silence(self) -> float:
         """Seconds since the last event."""
@@ -696,9 +696,9 @@ class _Events:
 
     def silent_servers(self) -> list[str]:
         """The servers that have not answered for a long time."""
-        now = here().now()
         return [
-            f"server {number}, which has not answered for {now - since:.0f} s"
-            for number, (_, since) in self._asked.items()
-            if now - since > SILENCE_SECONDS / 2
+            f"server {number}, which has not answered for {seconds:.0f} s"
+            for number, server in enumerate(self.servers)
+            if server.news is not None
+            and (seconds := here().now() - server.asked) > SILENCE_SECONDS / 2
         ]

@@ -12,7 +12,7 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -104,6 +104,8 @@ def start_servers(
         max_restarts=0 if checkpoint_dir is None else -1,
         # Threads: a worker that waits must not keep others from pushing.
         max_concurrency=4 * num_workers + 8 if way.waits else 1,
+        # A push that is long on its way must not keep back that its worker lives.
+        allow_out_of_order_execution=True,
     )
     servers = []
     for number in range(num_servers):
@@ -125,7 +127,7 @@ def start_servers(
     connection = RayConnection(servers, shapes, way.fragments, saved_in)
     values = ray.put(jax.tree.map(np.asarray, params))
     try:
-        connection.ask_servers(lambda server: server.begin.remote(values))
+        connection.ask_actors(servers, "begin", values)
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -173,6 +175,8 @@ class RayConnection:
         self._lines: dict[tuple[int, int], SharedLine] = {}
         # By worker and part the call of `asked` that waits at a server, and what for.
         self._asked: dict[tuple[int, int], tuple[int, Any]] = {}
+        # When each worker of this process said last that it waits.
+        self._said: dict[int, float] = {}
         self.layout: PartsLayout = lay_out(shapes, fragments, len(servers))
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
@@ -180,11 +184,13 @@ class RayConnection:
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
-        client, found = Client(worker), []
+        client, found, lost = Client(worker), [], 0
         while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = SharedLine(begins=here().shares_memory)
             # It joins all servers with the incarnation that the first one hands out.
-            client, joined = self._converse(server, protocol.begin(client, "enter"))
+            known = self._clients.get((worker, server), client)
+            known = known._replace(incarnation=client.incarnation, above=client.above)
+            client, joined = self._converse(server, protocol.begin(known, "enter"))
             if client.phase == "superseded" and server:
                 # The first one's clock may be behind. It knows who has joined since.
                 found = []
@@ -193,10 +199,11 @@ class RayConnection:
                 raise ValueError(client.message)
             self._clients[worker, server] = client
             found.append(joined)
+            lost += client.lost
         parts = {part: x for one in found for part, x in one.parts.items()}
         newest = max(found, key=lambda one: one.local_step)  # of its predecessor
         step, place = newest.local_step, newest.place
-        return found[0]._replace(parts=parts, local_step=step, place=place)
+        return found[0]._replace(parts=parts, local_step=step, place=place, lost=lost)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""
@@ -242,7 +249,8 @@ class RayConnection:
         self, worker: int, incarnation: int, holds: list[int], count: int
     ) -> list[Lease] | None:
         """See `Server.lease`."""
-        return self.call("lease", worker, incarnation, holds, count, of=(0,))[0]
+        given = worker, incarnation, holds, count
+        return self.ask_actors(self.servers[:1], "call", "lease", *given)[0]
 
     def asked(self, worker: int, part: int, met: int) -> bool:
         """See `Server.asked`: by a call that waits at the server while this returns."""
@@ -288,9 +296,9 @@ class RayConnection:
         """Complete a client's operation; return what the last answer brought."""
         return _Conversation(self, server, client).end()
 
-    def may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
+    def may_come_back(self, error: Exception, deadline: float) -> None:
         """Raise if a server is dead for good, or has been for too long."""
-        if isinstance(error, ray.exceptions.ActorDiedError):
+        if isinstance(error, here().ray().exceptions.ActorDiedError):
             hint = "" if self.saved_in else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
@@ -301,29 +309,25 @@ class RayConnection:
                 f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
             ) from error
 
-    def call(
-        self, name: str, *arguments: object, of: Sequence[int] | None = None
-    ) -> list[Any]:
-        """What a method of `Server` returns, from all servers or those numbered."""
-        return self.ask_servers(lambda one: one.call.remote(name, *arguments), of)
+    def call(self, name: str, *arguments: object) -> list[Any]:
+        """What a method of `Server` returns, from all servers."""
+        return self.ask_actors(self.servers, "call", name, *arguments)
 
-    def ask_servers(
-        self, ask: Callable[[Any], Any], of: Sequence[int] | None = None
+    def ask_actors(
+        self, servers: list[Any], name: str, *arguments: object
     ) -> list[Any]:
-        """The servers' answers; a server that died is asked again."""
-        numbers = range(len(self.servers)) if of is None else of
-        ray = here().ray()
-        deadline = here().now() + SERVER_PATIENCE_SECONDS
-        answers = {}
-        while len(answers) < len(numbers):
-            asked = {n: ask(self.servers[n]) for n in numbers if n not in answers}
+        """What these actors' method returns; one that died is asked again."""
+        ray, deadline = here().ray(), here().now() + SERVER_PATIENCE_SECONDS
+        answers: dict[int, Any] = {}
+        while left := [k for k in range(len(servers)) if k not in answers]:
+            asked = {k: getattr(servers[k], name).remote(*arguments) for k in left}
             for number, reference in asked.items():
                 try:
                     answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
-                    self.may_come_back(ray, error, deadline)
+                    self.may_come_back(error, deadline)
                     here().sleep(PAUSE_SECONDS)
-        return [answers[number] for number in numbers]
+        return [answers[number] for number in range(len(servers))]
 
 
 class _Conversation:
@@ -369,7 +373,7 @@ class _Conversation:
             if reference is None:
                 there = line.has_message()
             else:
-                there, _ = here().ray().wait([reference], timeout=0)
+                there = self._is_answered(reference)
             if not there:
                 return False
             self._hear()
@@ -399,19 +403,33 @@ class _Conversation:
         self._asked = line, reference
         return self._asked
 
+    def _is_answered(self, reference: Any) -> bool:
+        """Whether an answer is there; if not, tell the server now and then who waits.
+
+        On a slow link a push may take longer than a worker may be silent.
+        """
+        there, _ = here().ray().wait([reference], timeout=0)
+        worker, said, now = self._client.worker, self._connection._said, here().now()
+        if not there and now - said.get(worker, now - TOKEN_SECONDS) >= TOKEN_SECONDS:
+            said[worker] = now
+            self._connection.servers[self._server].call.remote("hears", worker)
+        return bool(there)
+
     def _hear(self) -> None:
         """Take an answer: the end, or others have to come, or the server is gone."""
         here().sleep(max(self._rests_until - here().now(), 0))
         ray, (line, reference) = here().ray(), self._ask()
         self._line, self._asked, heard = line, None, False
         try:
+            while not (reference is None or self._is_answered(reference)):
+                ray.wait([reference], timeout=TOKEN_SECONDS)
             message = line.hear() if reference is None else ray.get(reference)
             heard = True
             answer, came = _raised(line.unpacked(message))
         except Unseen:  # Use Ray from now on.
             line.hang_up()
         except ray.exceptions.RayActorError as error:
-            self._connection.may_come_back(ray, error, self._deadline)
+            self._connection.may_come_back(error, self._deadline)
             self._rests_until = here().now() + PAUSE_SECONDS
         except (EOFError, OSError):  # The server died: ask through Ray.
             pass
@@ -447,33 +465,32 @@ class ServerActor:
         # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
-        self._start(shapes)  # One that died comes back before anybody asks.
+        # One that died comes back before anybody asks.
+        self._server: Server | Exception = self._started(shapes)
 
-    def _start(self, params: Tree) -> None:
-        self._error: Exception | None = None
+    def _started(self, params: Tree) -> Server | Exception:
         try:
-            self._server: Server = self._made(params)
+            return self._made(params)
         except Exception as error:
             # Calls return it: Ray would restart an actor that dies here.
-            self._error = error
+            return error
 
     def begin(self, params: Tree) -> object:
         """Start from the parameters, where no checkpoint has been found."""
-        if self._error is not None:
-            self._start(params)
-            return self._error
+        if isinstance(self._server, Exception):
+            self._server = self._started(params)
         return self.call("check_writable")
 
     def pid(self) -> int | Exception:
         """The process's number, or the error at its start."""
-        return self._error or os.getpid()
+        return self._server if isinstance(self._server, Exception) else os.getpid()
 
     # Errors are returned: Ray would wrap raised ones.
 
     def call(self, name: str, *arguments: object) -> object:
         """What a method of `Server` returns, or the error that it raises."""
-        if self._error is not None:
-            return self._error
+        if isinstance(self._server, Exception):
+            return self._server
         try:
             return getattr(self._server, name)(*arguments)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -511,6 +528,10 @@ class ServerActor:
 class WorkerActor:
     """The process in which `worker_fn` runs, or one of several of the same worker."""
 
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._is_told: bool = False  # that its machine goes
+
     def is_here(self) -> str:
         """Answered once there is a process: an address that is free in its machine."""
         with socket.socket() as free:
@@ -518,23 +539,27 @@ class WorkerActor:
             return f"{_own_host()}:{free.getsockname()[1]}"
 
     def run(
-        self,
-        index: int,
-        start: list[Any],
-        process: int = 0,
-        processes: int = 1,
-        coordinator: str = "",
+        self, index: int, start: list[Any], process: int, processes: int, at: str
     ) -> int | None:
-        """Run it: how many steps it has not pushed; `None` if it left on notice."""
+        """Run it: how many steps it has not pushed; `None` if it left on notice.
+
+        Args:
+            index: The worker's number.
+            start: What `worker_fn` and a `Worker` need, as a reference in a list.
+            process: The number of this process among the worker's.
+            processes: How many it has.
+            at: The address at which these find one another.
+        """
         if processes > 1:  # Before arrays arrive, with which JAX would start.
-            jax.distributed.initialize(coordinator, processes, process)
-        told = _Notice()
+            jax.distributed.initialize(at, processes, process)
+        here().on_notice(self._hear_notice)
         given = here().ray().get(start[0])
         worker_fn, connection, params, inner, agreement, options = given
         if processes > 1:
             connection = GroupConnection(connection, _own_host())
         worker = Worker(connection, params, inner, agreement, index=index, **options)
-        told.worker, worker.preempted, again = worker, told.came, True
+        self._worker = worker
+        worker.preempted, again = self._is_told, True
         while again:
             try:
                 worker_fn(worker)
@@ -552,23 +577,14 @@ class WorkerActor:
             again = worker.resumes()
         return worker.unpushed
 
+    def _hear_notice(self) -> None:
+        self._is_told = True  # also while the worker starts
+        if self._worker is not None:
+            self._worker.preempted = True
+
 
 def _own_host() -> str:
     return here().ray().util.get_node_ip_address()
-
-
-class _Notice:
-    """A SIGTERM, with which clouds announce that a machine goes, tells the worker."""
-
-    def __init__(self) -> None:
-        self.worker: Worker | None = None
-        self.came: bool = False  # while the worker starts, too
-        here().on_notice(self._hear)
-
-    def _hear(self) -> None:
-        self.came = True
-        if self.worker is not None:
-            self.worker.preempted = True
 
 
 @contextlib.contextmanager

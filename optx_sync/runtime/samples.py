@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from optx_sync.core.checks import integer
 from optx_sync.runtime.system import here
@@ -75,9 +75,13 @@ class Samples:
 
 # Who holds the ranges of contributions that wait in a meeting.
 MEETING = -1
+FREE = -2  # nobody
 # Seconds that a server which came back waits for workers to say what they hold. Who
 # says it later may find that others have it, and its push is dropped.
 SILENCE_SECONDS = 30.0
+
+
+What: TypeAlias = Literal["waits", "absorbed", "dropped"]
 
 
 class Outcome(NamedTuple):
@@ -91,7 +95,7 @@ class Outcome(NamedTuple):
 
     holder: int
     ranges: tuple[int, ...]
-    what: Literal["waits", "absorbed", "dropped"]
+    what: What
 
 
 class Ledger:
@@ -105,8 +109,8 @@ class Ledger:
         self.samples = samples
         self.clock: Callable[[], float] = here().now
         self._next: int = 0  # ranges from this one on have not been handed out
-        self._free: set[int] = set()  # of those before it
-        self._held: dict[int, int] = {}  # range -> worker, or `MEETING`
+        # Of those before it that are not done: who has each, a worker or `MEETING`.
+        self._open: dict[int, int] = {}
         # After a restore: workers that have not said yet what they hold, until when
         # they are waited for, and who says that it has what one of them is to have.
         self.silent: set[int] = set()
@@ -131,13 +135,11 @@ class Ledger:
         if self.silent and self.clock() < self._until:
             return None
         self.silent, self._claims = set(), {}
-        found = sorted(self._free)[:count]
-        self._free -= {*found}
-        end = samples.ranges * samples.epochs
-        while len(found) < count and self._next < end:
-            found.append(self._next)
-            self._next += 1
-        self._held |= dict.fromkeys(found, worker)
+        free, end = self._of(FREE)[:count], samples.ranges * samples.epochs
+        new = range(self._next, min(self._next + count - len(free), end))
+        self._next += len(new)
+        found = [*free, *new]
+        self._open |= dict.fromkeys(found, worker)
         return [samples.lease(number) for number in found]
 
     def _settle(self, worker: int, holds: list[int]) -> None:
@@ -147,37 +149,33 @@ class Ledger:
         server was restored, and handed it out after its checkpoint.
         """
         self.silent.discard(worker)
-        for number in [n for n, who in self._held.items() if who == worker]:
-            if number not in holds:
-                self._give_back(number)
+        for number in {*self._of(worker)} - {*holds}:
+            self._give_back(number)
         for number in holds:
-            if self._is_open(number):
-                self._held[number] = worker
-            elif self._held.get(number) in self.silent:
+            who = self._holder(number)
+            if who == FREE:
+                self._open[number] = worker
+            elif who in self.silent:
                 self._claims.setdefault(number, worker)
 
-    def _is_open(self, number: int) -> bool:
-        """Take a range out of the free ones, if it is not done and nobody holds it."""
-        if number >= self._next:
-            self._free |= {*range(self._next, number + 1)}
-            self._next = number + 1
-        is_free = number in self._free
-        self._free.discard(number)
-        return is_free
+    def _of(self, who: int) -> list[int]:
+        """The ranges that one has, in order."""
+        return sorted(number for number, one in self._open.items() if one == who)
+
+    def _holder(self, number: int) -> int | None:
+        """Who has a range; `None`: it is done. Those before it are handed out, too."""
+        for new in range(self._next, number + 1):
+            self._open[new] = FREE
+        self._next = max(self._next, number + 1)
+        return self._open.get(number)
 
     def _give_back(self, number: int) -> None:
-        del self._held[number]
-        if number in self._claims:
-            self._held[number] = self._claims.pop(number)
-        else:
-            self._free.add(number)
+        self._open[number] = self._claims.pop(number, FREE)
 
     def may_count(self, worker: int, numbers: tuple[int, ...]) -> bool:
         """Whether a push of a worker with these ranges counts none of them twice."""
         return all(
-            self._held[number] == worker
-            if number in self._held
-            else number in self._free or number >= self._next
+            number >= self._next or self._open.get(number) in (worker, FREE)
             for number in numbers
         )
 
@@ -186,19 +184,19 @@ class Ledger:
         """The ranges of all epochs that are not done."""
         samples = self.samples
         end = 0 if samples is None else samples.ranges * samples.epochs
-        return end - self._next + len(self._free) + len(self._held)
+        return end - self._next + len(self._open)
 
     def note(self, outcome: Outcome) -> None:
         """Note what became of the ranges of a push."""
         for number in outcome.ranges:
             if outcome.what == "dropped":
-                if self._held.get(number) == outcome.holder:
+                if self._open.get(number) == outcome.holder:
                     self._give_back(number)
                 continue
-            self._held.pop(number, None)
-            self._is_open(number)
+            self._holder(number)
+            self._open.pop(number, None)
             if outcome.what == "waits":
-                self._held[number] = MEETING
+                self._open[number] = MEETING
 
     def gone(self, worker: int) -> None:
         """A worker has died or left: what it held is free."""
@@ -208,7 +206,8 @@ class Ledger:
         """The ledger as JSON."""
         samples = self.samples or Samples(1, 1)
         sizes = samples.total, samples.batch
-        return [self._next, sorted(self._free), list(self._held.items()), sizes]
+        held = [(n, who) for n, who in self._open.items() if who != FREE]
+        return [self._next, self._of(FREE), held, sizes]
 
     def restore(self, saved: list[Any], alive: set[int], waits: set[int]) -> None:
         """Go on from what was saved.
@@ -231,11 +230,11 @@ class Ledger:
                 "would be lost. Pass those of before (epochs= may be another number), "
                 "or resume=False to start afresh."
             )
-        self._free, self.silent, self._claims = set(free), set(alive), {}
+        self.silent, self._claims = set(alive), {}
         self._until = self.clock() + SILENCE_SECONDS
-        self._held = {n: MEETING if n in waits else who for n, who in held}
-        for worker in {*self._held.values()} - alive - {MEETING}:
+        self._open = dict.fromkeys(free, FREE)
+        self._open |= {n: MEETING if n in waits else who for n, who in held}
+        for worker in {*self._open.values()} - alive - {MEETING, FREE}:
             self.gone(worker)
-        for number in [n for n, who in self._held.items() if who == MEETING]:
-            if number not in waits:
-                self._give_back(number)
+        for number in {*self._of(MEETING)} - waits:
+            self._give_back(number)

@@ -287,6 +287,10 @@ class Server:
             self._wait(held, lambda: not held.asks(worker, met), seconds)
             return held.asks(worker, met)
 
+    def hears(self, worker: int) -> None:
+        """Note that a worker lives, whose push or answer is long on its way."""
+        self._heard[worker] += 1
+
     def leaves(self, told: bool) -> bool:
         """Whether a worker leaves that was `told` to, or not: of a group, all do."""
         return told

@@ -492,12 +492,7 @@ class Worker:
                 refused = error
                 continue
             life.heard[part] = reply._replace(arrays={})
-            self.lost, self._untold = self.lost + reply.lost, self._untold + reply.lost
-            if reply.lost:
-                log.warning(
-                    "%d pushes of worker %d are lost: a server died, and its last "
-                    "checkpoint is older.", reply.lost, self.index,
-                )  # fmt: skip
+            self._lose(reply.lost)
             # A round is dropped if one of its parts is.
             self.used, first = reply.used and (first or self.used), False
             self.staleness = reply.staleness
@@ -507,10 +502,20 @@ class Worker:
         if refused is not None:
             raise refused
 
+    def _lose(self, pushes: int) -> None:
+        """Count pushes that went with a server, and tell of them."""
+        self.lost, self._untold = self.lost + pushes, self._untold + pushes
+        if pushes:
+            log.warning(
+                "%d pushes of worker %d are lost: a server died, and its last "
+                "checkpoint is older.", pushes, self.index,
+            )  # fmt: skip
+
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
         self._life.torn = True
         joined = self.connection.join(self.index)
+        self._lose(joined.lost)
         self._life = _Life(joined.parts, joined.local_step)
         self.local_step, self.incarnation = joined.local_step, joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}

@@ -122,7 +122,7 @@ def draw(seed: int, settings: int | None = None) -> Drawn:
         every=rng.choice([1, 3, 10]), timeout=rng.choice([None, 4.0]), kinds=kinds,
         faults=faults, core={w for w in range(workers) if rng.random() < 0.6} or {0},
         weighs=weighs, flushes=rng.random() < 0.7, resumes=rng.random() < 0.3,
-        pulls=rng.random() < 0.0,
+        pulls=rng.random() < 0.3,
         bombs=meet is not None and not code and rng.random() < 0.3,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from optx_sync.runtime import Event, display
 from optx_sync.runtime.display import Display, Seen, summary, table
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.paces import Scores
 
 
 def event(kind, worker, step, rounds=0, **shown):
@@ -133,7 +134,7 @@ def test_metrics_tell_what_the_servers_tell(monkeypatch):
 
     def listen(kind, method):
         def hear(metric, value, tags):
-            key = (metric.info["name"], tags["worker"], tags["server"])
+            key = (metric.info["name"], tags["worker"], tags.get("server"))
             told.setdefault(key, []).append(value)
 
         monkeypatch.setattr(kind, method, hear)
@@ -145,6 +146,7 @@ def test_metrics_tell_what_the_servers_tell(monkeypatch):
     push = event("push", 0, 6, 3)._replace(seconds=0.25, bytes=80, pulled=40)
     counted = ("refused", "retry", "dropped", "lost", "restored", "unsaved")
     metrics.add(0, [push._replace(round=2), push, event("rolled_back", 0, 7)])
+    metrics.rate({0: Scores(0.5, 0.75)})
     metrics.add(1, [event(kind, 2, 0) for kind in counted])
     of_worker = {name: values for (name, *of), values in told.items() if of[0] == "0"}
     assert of_worker == {
@@ -155,6 +157,8 @@ def test_metrics_tell_what_the_servers_tell(monkeypatch):
         "optx_sync_pull_bytes": [40],
         "optx_sync_exchange_seconds": [0.25, 0.25],
         "optx_sync_lost_pushes_total": [2],
+        "optx_sync_relative_score": [0.5],
+        "optx_sync_individual_score": [0.75],
     }
     for kind in counted:
         assert told[f"optx_sync_{kind}_total", "2", "1"] == [1]

@@ -87,6 +87,18 @@ def test_exploration_finds_a_loss_that_is_not_told(monkeypatch):
         Explorer(1, (0,)).explore()
 
 
+def test_a_loss_before_a_worker_joins_again_is_told():
+    """It pulls, or its program runs again; two of three pushes went with the server."""
+    client = protocol.begin(protocol.Client(0), "enter")
+    client = protocol.hears(client, of(1))
+    for number in (1, 2, 3):
+        client = protocol.begin(client, "send", 0, number)
+        client = protocol.hears(client, of(1, number, (5, number), number))
+    client = protocol.begin(client, "enter")
+    client = protocol.hears(client, of(2, 1, (5, 1), 1))
+    assert client.phase == "idle" and client.lost == 2
+
+
 def of(epoch, *place):
     """What a server answers: its epoch, and the state of the pushes of one part."""
     places = (protocol.Place(*place),)

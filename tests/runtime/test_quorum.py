@@ -381,7 +381,9 @@ def test_what_is_made_while_a_meeting_waits_is_in_the_center(delay):
 
     thread = threading.Thread(target=program, daemon=True)
     thread.start()
-    thread.join(0.5)
+    held: Any = server._held[0]
+    while not held.came or first.local_step < (40 if delay else 4):
+        thread.join(0.01)
     assert thread.is_alive() and first.local_step == (40 if delay else 4)
     counted(second, 1 + delay)  # It is asked, and takes its answer in time.
     server.leave(1)

@@ -381,3 +381,11 @@ def test_no_samples_and_wrong_ones_are_refused():
     meet = quorum(3, merge=oxs.exchange.trimmed_mean(1))
     with pytest.raises(ValueError, match=r"merge= needs 3 contributions: .*median"):
         party(meet=meet)
+
+
+def test_what_a_restored_ledger_has_not_handed_out_may_count():
+    """It was handed out after the checkpoint, so its worker alone has it."""
+    ledger = Ledger(Samples(total=4, batch=1))
+    assert ledger.may_count(0, (3,))
+    ledger.note(Outcome(0, (3,), "absorbed"))
+    assert not ledger.may_count(0, (3,)) and ledger.uncounted == 3

@@ -2,7 +2,12 @@
 
 from collections import Counter
 
-from tests.runtime.schedules import MARKS, draw, run
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import system
+from tests.runtime.schedules import INNER, MARKS, PARAMS, RULE, draw, patched, run
+from tests.runtime.world import Faults, World
 
 # The settings for which programs are compiled: half of them lease samples.
 SETTINGS = 6, 20, 23, 26, 38, 40, 42, 83
@@ -19,6 +24,32 @@ def test_drawn_schedules_end_and_count_each_step_once():
     """And what is rare was seen: else the schedules say less than they seem to."""
     marks = judged(range(120))
     assert not [mark for mark in MARKS if not marks[mark]], marks
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
+    meets, servers
+):
+    """It says meanwhile that it is there."""
+    world = World(0)
+    world.shares = Faults(bytes_a_second=400.0)  # ten seconds and more for a push
+    down = {name: value - 1.0 for name, value in PARAMS.items()}
+
+    def train(worker):
+        while worker.local_step < (60 if meets else 6):
+            system.here().sleep(0.5)
+            worker.step(down)
+
+    with patched(world):
+        _, history = oxs.runtime.run(
+            train, PARAMS, INNER, RULE, num_workers=2, num_servers=servers,
+            communication_period=2, delay=1 if meets else 0,
+            meet=oxs.runtime.quorum(2) if meets else None,
+            worker_timeout=4.0, checkpoint_dir="/nowhere/run",
+        )  # fmt: skip
+    assert not history.count("lost") and world.seconds > 20.0
+    assert history.count("push") + history.count("dropped") >= 4
 
 
 def test_many_drawn_schedules():

@@ -22,8 +22,6 @@ from optx_sync.runtime.shared import SharedLine
 from optx_sync.runtime.system import System, using
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
-# worker_fn, connection, parameters, inner, agreement, options
-START: Any = (None, None, None, None, None, {})
 COUNT = oxs.CenterRule(
     lambda own, center, at: own.params - own.taken, reads=("params", "taken")
 )
@@ -105,7 +103,7 @@ class SystemHere(System):
 
 @pytest.fixture(name="ray")
 def here(monkeypatch):
-    told = types.SimpleNamespace(add=lambda *_: None)
+    told = types.SimpleNamespace(add=lambda *_: None, rate=lambda *_: None)
     monkeypatch.setattr(on_ray, "Metrics", lambda: told)
     with using(SystemHere()):
         yield system.here().ray()
@@ -120,19 +118,23 @@ def servers_of(number, workers=1, **settings):
     return RayConnection([Handle(a) for a in actors], PARAMS, 1, "runs/1")
 
 
+def start_of(connection):
+    """worker_fn, connection, parameters, inner, agreement, options."""
+    return None, connection, None, None, None, {}
+
+
 def supervisor_of(ray, connection, workers=1, **limits):
     display: Any = types.SimpleNamespace(show=lambda *_: None)
-    events = on_ray._Events(connection, display)
     limits = on_ray._Limits(
         **{"max_failures": 0, "worker_timeout": None, "needs": {}} | limits,
-        total_steps=None,
-    )
-    supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
+        num_workers=workers, total_steps=None,
+    )  # fmt: skip
+    supervisor = on_ray._Supervisor(start_of(connection), limits, display)
     supervisor.actors = {worker: [f"actor {worker}"] for worker in range(workers)}
     supervisor._launch = lambda index: supervisor.actors.update(
         {index: [f"actor {index}"]}
     )
-    return supervisor, events
+    return supervisor, supervisor.events
 
 
 def push(number, joined, part, value=1.0):
@@ -177,13 +179,33 @@ def test_a_group_is_lost_as_a_whole_and_for_what_happened_first(ray):
     events.collect()
     supervisor._over(0, raised)
     assert ray.killed == ["process 1", "process 0"] and not supervisor.failures
-    assert supervisor.deaths == [1, 0] and supervisor.running == {other: 1}
+    assert supervisor.deaths == {0: 1} and supervisor.running == {other: 1}
     # One that has returned waits for the rest of its group.
     returned = Ref()
     supervisor.running = {died: 0}
     returned.value = 0
     supervisor._over(0, returned)
     assert not supervisor.returned and len(ray.killed) == 2
+
+
+def test_a_call_that_was_lost_before_a_program_began_is_no_failure_of_it(
+    ray, monkeypatch
+):
+    """Ray raises it as an error of `run`, whose argument the call was to bring."""
+    monkeypatch.setattr(on_ray, "START_AGAIN_SECONDS", 0.0)
+    connection = servers_of(1)
+    supervisor, events = supervisor_of(ray, connection)
+    raised: Any = ConnectionRefusedError("an argument could not be computed")
+    raised.cause = ConnectionError("the actor is unavailable")
+    lost = Ref()
+    lost.value = raised
+    supervisor._over(0, lost)
+    assert not supervisor.failures and supervisor.deaths == [0]
+    assert ray.killed == ["actor 0"] and events.seen.counts["lost", 0] == 1
+    connection.join(0)  # Once it has begun, the error is the program's own.
+    events.collect()
+    with pytest.raises(ConnectionError, match="is unavailable"):
+        supervisor._over(0, lost)
 
 
 def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray):
@@ -244,9 +266,9 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
 
     monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
     monkeypatch.setattr(connection, "checkpoint", checkpoint)
-    limits = on_ray._Limits(0, None, None)
+    limits = on_ray._Limits(1, 0, None, None)
     with pytest.raises(KeyboardInterrupt) as caught:
-        on_ray._supervised(ray, START, 1, connection, PARAMS, limits)
+        on_ray._supervised(start_of(connection), PARAMS, limits)
     error: Any = caught.value
     np.testing.assert_array_equal(error.center["b"], 1.0)
     assert error.history.count("push") == 1 and not error.history.count("refused")

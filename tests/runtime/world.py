@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ class Faults:
     unsaved: float = 0.0  # the disk is full
     damaged: float = 0.0
     half: float = 0.0  # the process dies while it saves
+    bytes_a_second: float = math.inf  # of each message to a server, and its answer
+    far: frozenset[int] | None = None  # the workers on that link; `None`: all
 
 
 class World(VirtualCluster):
@@ -43,7 +46,19 @@ class World(VirtualCluster):
     def skew(self):
         return self.random.choice(self.skews)
 
-    def fate(self, actor, name):
+    def on_link(self, actor, given, sent):
+        """The seconds that bytes are on the link."""
+        size = sum(len(x) for x in sent if isinstance(x, bytes))
+        far = self.shares.far
+        if not size or not actor.is_server or (far is not None and given[0] not in far):
+            return 0.0
+        return size / self.shares.bytes_a_second
+
+    def way_back(self, actor, given, answer):
+        seconds = super().way_back(actor, given, answer)
+        return seconds + self.on_link(actor, given, [answer])
+
+    def fate(self, actor, name, given):
         rng, shares = self.random, self.shares
         message = actor.is_server and name in ("handle", "call")
         is_lost = message and rng.random() < shares.lost
@@ -51,6 +66,7 @@ class World(VirtualCluster):
         if message and rng.random() < shares.slow:
             self.marks["a slow message"] += 1
             seconds = 4.0 * rng.random()
+        seconds += self.on_link(actor, given, given)
         lost = ("request" if rng.random() < 0.5 else "answer") if is_lost else ""
         if lost:
             article = "an" if lost == "answer" else "a"

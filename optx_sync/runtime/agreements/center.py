@@ -22,7 +22,6 @@ from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.runtime.samples import Outcome
 from optx_sync.runtime.system import here
 
 
@@ -72,8 +71,6 @@ class Center(AtOnce):
     computed beside this one, in buffers that are no longer needed, so that a result
     that is not finite can be discarded.
     """
-
-    outcomes: tuple[Outcome, ...]
 
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
         rule, at = terms.rule, terms.at
@@ -192,7 +189,7 @@ class Center(AtOnce):
         if not counts:
             return self._answer_dropped(worker, push, before)
         self.dropped.discard(worker)
-        self.outcomes += (Outcome(worker, push.leases, "absorbed"),)
+        self.tell(worker, push.leases, "absorbed")
         return self._reply(worker, before, push.confirms)
 
     def drop(self, worker: int, push: Push) -> Reply:
@@ -203,7 +200,7 @@ class Center(AtOnce):
 
     def _note_dropped(self, worker: int, push: Push) -> None:
         self.dropped.add(worker)
-        self.outcomes += (Outcome(worker, push.leases, "dropped"),)
+        self.tell(worker, push.leases, "dropped")
 
     def _answer_dropped(self, worker: int, push: Push, before: Arrays) -> Reply:
         self._note_dropped(worker, push)

@@ -11,7 +11,7 @@ from optx_sync.core.trees import Tree
 from optx_sync.exchange.contract import Exchange
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.messages import Arrays
-from optx_sync.runtime.samples import Outcome
+from optx_sync.runtime.samples import Outcome, What
 
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
 
@@ -34,6 +34,10 @@ class AtOnce:
 
     short: tuple[str, ...] = ()  # of meetings that closed with too few
     outcomes: tuple[Outcome, ...] = ()  # of ranges, which the server has not asked for
+
+    def tell(self, holder: int, ranges: tuple[int, ...], what: What) -> None:
+        """Note what became of the ranges that came with a push."""
+        self.outcomes += (Outcome(holder, ranges, what),)
 
     def settle(self) -> float:
         """Close what is to be closed now; the seconds until the next time."""

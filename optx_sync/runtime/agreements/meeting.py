@@ -22,7 +22,7 @@ from optx_sync.runtime.agreements.own import Terms
 from optx_sync.runtime.agreements.pushes import bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.runtime.samples import MEETING, Outcome
+from optx_sync.runtime.samples import MEETING
 from optx_sync.runtime.system import here
 
 # What overflows is found out at the end of a meeting, which is then dropped.
@@ -46,7 +46,6 @@ class Meetings(Center):
     global_step: int
     applied: int
     short: tuple[str, ...]
-    outcomes: tuple[Outcome, ...]
 
     def __init__(self, params: Tree, terms: Terms):
         self.quorum: Quorum = terms.meet
@@ -92,7 +91,7 @@ class Meetings(Center):
             arrays = self._contribute(push.arrays, self.center, known)
         self._gather(arrays, np.asarray(self._weigh(known)))
         self.dropped.discard(worker)
-        self.outcomes += (Outcome(worker, push.leases, "waits"),)
+        self.tell(worker, push.leases, "waits")
         now = self.clock()
         if not self.came:
             self.opened, self.step_seconds = now, push.step_seconds
@@ -169,8 +168,7 @@ class Meetings(Center):
             for one, used in zip(came, counts, strict=True):
                 if not used:
                     self.dropped.add(one.worker)
-                what = "absorbed" if used else "dropped"
-                self.outcomes += (Outcome(MEETING, one.leases, what),)
+                self.tell(MEETING, one.leases, "absorbed" if used else "dropped")
             self.sync_seconds = self.clock() - now
 
     @_QUIETLY

@@ -28,7 +28,6 @@ from optx_sync.runtime.agreements.pushes import Expected
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.runtime.samples import Outcome
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
@@ -48,8 +47,6 @@ _NOTED = ("global_step", "count", "local_steps", "accepted_at", "was_used", "wai
 
 class Updates(contract.AtOnce):
     """The server's side: the parameters, an accumulator and the tokens."""
-
-    outcomes: tuple[Outcome, ...]
 
     def __init__(
         self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
@@ -113,8 +110,7 @@ class Updates(contract.AtOnce):
     def _answered(self, worker: int, push: Push, used: bool) -> Reply:
         """The answer to a gradient, for which its worker gets a token."""
         self.was_used[worker] = used
-        what = "absorbed" if used else "dropped"
-        self.outcomes += (Outcome(worker, push.leases, what),)
+        self.tell(worker, push.leases, "absorbed" if used else "dropped")
         # A worker that waited when the checkpoint was made may have gone on since:
         # after a restore it pushes, and still waits for only one token.
         if worker not in self.waiting:
