@@ -289,7 +289,8 @@ class Server:
 
     def hears(self, worker: int) -> None:
         """Note that a worker lives, whose push or answer is long on its way."""
-        self._heard[worker] += 1
+        with self._changed:
+            self._hear(worker)
 
     def leaves(self, told: bool) -> bool:
         """Whether a worker leaves that was `told` to, or not: of a group, all do."""
