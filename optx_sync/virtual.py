@@ -175,7 +175,7 @@ class VirtualCluster(system.System):
         self.seconds: float = 0.0
         self.process: Process = Process("driver")
         self.actors: list[Actor] = []
-        self.faults: dict[Fault, str] = {}  # "waits", "begun" or "struck"
+        self.states: dict[Fault, str] = {}  # "waits", "begun" or "struck"
         self.made: dict[int, int] = {}  # the most steps of each worker with faults
 
     # The system.
@@ -325,14 +325,14 @@ class VirtualCluster(system.System):
         seconds, losing = 0.001 + 0.004 * self.random.random(), self.process.losing
         if not (losing and actor.is_server and name == "handle"):
             return seconds, "", None
-        self.faults[losing.pop(0)] = "struck"
+        self.states[losing.pop(0)] = "struck"
         return seconds, "answer", None
 
     # Faults of a worker.
 
     def watch(self, worker: Worker, fault: Fault) -> None:
         """Let a fault strike a worker, if it is its own, at its step."""
-        self.faults.setdefault(fault, "waits")
+        self.states.setdefault(fault, "waits")
         step = worker.step
 
         def watched(*given: Any, **named: Any) -> None:
@@ -340,7 +340,7 @@ class VirtualCluster(system.System):
             made = max(worker.local_step, self.made.get(worker.index, 0))
             self.made[worker.index] = made
             mine = worker.index == fault.worker and worker.local_step >= fault.step
-            if mine and self.faults[fault] == "waits":
+            if mine and self.states[fault] == "waits":
                 self._strike(fault)
 
         vars(worker)["step"] = watched
@@ -348,10 +348,10 @@ class VirtualCluster(system.System):
     def _strike(self, fault: Fault) -> None:
         process = self.process
         if fault.kind == "loses an answer":
-            self.faults[fault] = "begun"
+            self.states[fault] = "begun"
             process.losing.append(fault)
             return
-        self.faults[fault] = "struck"
+        self.states[fault] = "struck"
         if fault.kind == "dies":
             self.die_now()
         elif fault.kind == "freezes":
@@ -366,7 +366,7 @@ class VirtualCluster(system.System):
         Raises:
             RuntimeError: It names the fault.
         """
-        for fault, state in self.faults.items():
+        for fault, state in self.states.items():
             if state == "struck":
                 continue
             made = self.made.get(fault.worker)

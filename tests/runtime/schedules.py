@@ -375,7 +375,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         world.skews = (0.0, -3e4, 50.0)
 
     def heal():
-        world.shares = Faults()
+        world.faults = Faults()
         for actor in world.actors:
             if actor.process is None or not actor.process.frozen:
                 continue
@@ -387,7 +387,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         return x if has(kind) else 0.0
 
     def begin_faults():
-        world.shares = Faults(
+        world.faults = Faults(
             share("lost", 0.05), share("twice", 0.05), share("slow", 0.03),
             share("disk full", 0.2), share("damaged", 0.2), share("half", 0.08),
         )  # fmt: skip
@@ -436,7 +436,7 @@ def run(drawn: Drawn, marks: Counter[str] | None = None) -> None:
         )  # fmt: skip
 
     with patched(world):
-        center, history = main()
+        center, history = world.run(main)
         judge(world, drawn, told, center, history)
         world.marks.update(kind for kind, _ in history.counts)
         if drawn.resumes:
@@ -488,20 +488,20 @@ def as_program(drawn: Drawn, settings: int | None) -> str:
 
 def again(world: World, drawn: Drawn, told: Told, go: Any) -> None:
     """Go on with other numbers of what may change; refused where samples would be."""
-    world.process, world.actors, world.shares = Process("driver"), [], Faults()
+    world.process, world.actors, world.faults = Process("driver"), [], Faults()
     world.marks["resumed"] += 1
     told.returned.clear()
     if drawn.samples:
         other = dataclasses.replace(drawn, samples=drawn.samples + 7)
         try:
-            go(other)
+            world.run(lambda: go(other))
         except ValueError as error:
             assert "counts ranges of Samples" in str(error), error
             return
         raise AssertionError("it went on with other samples")
     workers = drawn.workers + (drawn.meet is not None)
     more = dataclasses.replace(drawn, steps=drawn.steps + 5, workers=workers)
-    center, history = go(more)
+    center, history = world.run(lambda: go(more))
     judge(world, more, told, center, history)
 
 

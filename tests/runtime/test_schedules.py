@@ -33,7 +33,7 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
 ):
     """It says meanwhile that it is there."""
     world = World(0)
-    world.shares = Faults(bytes_a_second=400.0)  # ten seconds and more for a push
+    world.faults = Faults(bytes_a_second=800.0)  # ten seconds and more for a push
     down = {name: value - 1.0 for name, value in PARAMS.items()}
 
     def train(worker):
@@ -41,13 +41,16 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
             system.here().sleep(0.5)
             worker.step(down)
 
-    with patched(world):
-        _, history = oxs.runtime.run(
+    def main():
+        return oxs.runtime.run(
             train, PARAMS, INNER, RULE, num_workers=2, num_servers=servers,
             communication_period=2, delay=1 if meets else 0,
             meet=oxs.runtime.quorum(2) if meets else None,
             worker_timeout=4.0, checkpoint_dir="/nowhere/run",
         )  # fmt: skip
+
+    with patched(world):
+        _, history = world.run(main)
     assert not history.count("lost") and world.seconds > 20.0
     assert history.count("push") + history.count("dropped") >= 4
 

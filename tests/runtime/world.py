@@ -36,12 +36,17 @@ class World(VirtualCluster):
 
     def __init__(self, seed: int):
         super().__init__(seed)
-        self.shares = Faults()
+        self.faults = Faults()
         self.disk: dict[str, dict[int, Any]] = defaultdict(dict)
         self.marks: Counter[str] = Counter()
         self.skews: tuple[float, ...] = (0.0,)
         self.healed = False
         self.start_seconds: Callable[[Actor], float] = lambda actor: 0.1
+
+    def run(self, main):
+        """What `main` returns; it begins in its turn, as a process of its own does."""
+        self.wait(lambda wake: wake(), None)
+        return main()
 
     def skew(self):
         return self.random.choice(self.skews)
@@ -49,21 +54,21 @@ class World(VirtualCluster):
     def on_link(self, actor, given, sent):
         """The seconds that bytes are on the link."""
         size = sum(len(x) for x in sent if isinstance(x, bytes))
-        far = self.shares.far
+        far = self.faults.far
         if not size or not actor.is_server or (far is not None and given[0] not in far):
             return 0.0
-        return size / self.shares.bytes_a_second
+        return size / self.faults.bytes_a_second
 
     def way_back(self, actor, given, answer):
         seconds = super().way_back(actor, given, answer)
         return seconds + self.on_link(actor, given, [answer])
 
     def fate(self, actor, name, given):
-        rng, shares = self.random, self.shares
+        rng, faults = self.random, self.faults
         message = actor.is_server and name in ("handle", "call")
-        is_lost = message and rng.random() < shares.lost
+        is_lost = message and rng.random() < faults.lost
         seconds = 0.001 + 0.004 * rng.random()
-        if message and rng.random() < shares.slow:
+        if message and rng.random() < faults.slow:
             self.marks["a slow message"] += 1
             seconds = 4.0 * rng.random()
         seconds += self.on_link(actor, given, given)
@@ -73,7 +78,7 @@ class World(VirtualCluster):
             self.marks[f"{article} {lost} is lost"] += 1
         if lost == "request" or not message or name != "handle":
             return seconds, lost, None
-        if rng.random() >= shares.twice:
+        if rng.random() >= faults.twice:
             return seconds, lost, None
         self.marks["a request comes twice"] += 1
         return seconds, lost, 2 * rng.random()
@@ -99,19 +104,19 @@ class Disk(Checkpoints):
 
     def save(self, number, arrays, notes):
         world = self.world
-        rng, shares = world.random, world.shares
+        rng, faults = world.random, world.faults
         newest = max(self.there, default=0)
         # A run without any save that can be read ends, and says so.
         if not newest or self.there[newest][0] != "whole":
-            shares = Faults()
-        if rng.random() < shares.unsaved:
+            faults = Faults()
+        if rng.random() < faults.unsaved:
             world.marks["the disk is full"] += 1
             raise OSError("no space left on device")
-        half = rng.random() < shares.half
+        half = rng.random() < faults.half
         if half and rng.random() < 0.5:
             world.marks["a save is not finished"] += 1
             world.die_now()
-        state = "damaged" if rng.random() < shares.damaged else "whole"
+        state = "damaged" if rng.random() < faults.damaged else "whole"
         if state == "damaged":
             world.marks["a save is damaged"] += 1
         kept = copied(arrays)
