@@ -7,9 +7,9 @@ Worker processes on a local Ray step and exchange in every step, all at once, as
 they can, so an exchange takes as long as a round of all. Timed is `Worker.step` with a
 gradient that lies ready, until its parameters are there. In the same run, in turns: an
 actor as one writes it first (NumPy arrays, push, then pull), with and without a jitted
-step of SGD; the same with JAX arrays; what travels alone (`send` and its answer); Ray's
-own part of an exchange; and a plain NumPy copy of the bytes that a round moves, there
-and back for each worker.
+step of SGD; the same with JAX arrays; a meeting of all workers (`quorum`); what travels
+alone (`send` and its answer); Ray's own part of an exchange; and a plain NumPy copy of
+the bytes that a round moves, there and back for each worker.
 """
 
 import statistics
@@ -40,7 +40,7 @@ RULES = {
     "diloco": oxs.rules.diloco(),
 }
 NAIVE, NUMPY, STEPPING = "actor, JAX arrays", "actor, NumPy", "actor, NumPy, and a step"
-RAY_ALONE, SEND = "Ray alone", "send alone"
+RAY_ALONE, SEND, QUORUM = "Ray alone", "send alone", ", quorum of all"
 # Floats, rules, numbers of servers and of workers, blocks of measurements and seconds.
 FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), (2, 8), 3, 0.5)
 SHORT = ((1_000,), ("local_sgd",), (1,), (2,), 1, 0.1)
@@ -107,6 +107,7 @@ class _Worker:
                     num_workers=self.workers,
                     communication_period=1,
                     num_servers=len(target.servers),
+                    meet=meets(name, self.workers),
                 )
             self.kept[name].step(self.grads)
             jax.block_until_ready(self.kept[name].params)
@@ -136,6 +137,12 @@ class _Worker:
         return times
 
 
+def meets(name, workers):
+    """When the center absorbs: a push when it comes, or those of all workers."""
+    # Who is done with measuring is waited for no longer.
+    return runtime.quorum(workers, patience=0.5) if name.endswith(QUORUM) else None
+
+
 def make(size):
     """Variables of equal size; written to, so that their memory is there."""
     parts = np.array_split(np.full(size, 1e-3, np.float32), VARIABLES)
@@ -150,17 +157,18 @@ def bench(size, workers, rules, servers, blocks, seconds):
     targets: dict[str, Any] = dict(
         zip((NAIVE, NUMPY, STEPPING, RAY_ALONE), (*actors, actors[1]), strict=True)
     )
-    for name in (*rules, SEND):
-        for count in servers:
-            key = name if count == 1 else f"{name}, {count} servers"
-            targets[key] = runtime.start_servers(
-                params,
-                RULES.get(name, oxs.rules.local_sgd()),
-                num_workers=workers,
-                num_servers=count,
-                communication_period=1,
-            )
-            actors += targets[key].servers
+    kinds = [(name, count) for name in (*rules, SEND) for count in servers]
+    for name, count in (*kinds, *((f"{rule}{QUORUM}", 1) for rule in rules)):
+        key = name if count == 1 else f"{name}, {count} servers"
+        targets[key] = runtime.start_servers(
+            params,
+            RULES.get(name.partition(",")[0], oxs.rules.local_sgd()),
+            num_workers=workers,
+            num_servers=count,
+            communication_period=1,
+            meet=meets(name, workers),
+        )
+        actors += targets[key].servers
     worker: Any = ray.remote(_Worker).options(num_cpus=0)
     workers = [worker.remote(index, size, workers) for index in range(workers)]
     times = {name: [] for name in (*targets, "copy")}

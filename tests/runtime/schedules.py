@@ -249,7 +249,8 @@ def program(drawn: Drawn, told: Told, rng: random.Random):
             system.here().sleep(pace[worker.index])
             # Two bombs in a meeting overflow, and one worker has one at most.
             bomb = drawn.bombs and recorder.bombs and rng.random() < 0.3
-            bomb = bomb and abs(float(worker.params["a"][0])) < BOMB / 8
+            far = max(abs(float(x[0])) for x in worker.params.values()) if bomb else 0
+            bomb = bomb and far < BOMB / 8
             recorder.bombs = recorder.bombs and not bomb
             tokens = float(rng.random() > 0.1) if drawn.weighs else None
             worker.step(gradient(ticket, bomb), tokens=tokens)
