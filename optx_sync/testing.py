@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks for a rule, an exchange or an optimizer of your own: `oxs.testing`.
+"""Checks for a rule, exchange or optimizer of your own, and faults for your program.
 
 A `CenterRule`, an `Exchange` and a `LeafRule` declare facts in their fields, which the
 library takes for granted. These functions hold one of yours to what it declares, and to
 the laws that hold for all of them. Each raises a `ValueError` that says what was
 declared, what was found, and how to mend it; call them in your tests. The library's own
 pass the same checks.
+
+With `virtual_cluster` and `fault` a program for `oxs.runtime.run` is tested against
+deaths and the like, in one process and without Ray.
 """
 
 import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,14 @@ from optx_sync.center import worker as work
 from optx_sync.center.lockstep import center_variable
 from optx_sync.comm.varying import localize
 from optx_sync.core import programs
-from optx_sync.core.checks import check_inner, integer
+from optx_sync.core.checks import (
+    check_function,
+    check_inner,
+    check_seed,
+    integer,
+    interval,
+    one_of,
+)
 from optx_sync.core.signatures import readable as _readable
 from optx_sync.core.slices import IndexedSlices
 from optx_sync.core.trees import Tree, leaves_with_names
@@ -34,7 +44,18 @@ from optx_sync.exchange.pieces import cut
 from optx_sync.meetings import alone
 from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
 
-__all__ = ["check_exchange", "check_optimizer", "check_rule"]
+if TYPE_CHECKING:
+    from optx_sync.virtual import VirtualCluster
+
+__all__ = [
+    "check_exchange",
+    "check_optimizer",
+    "check_rule",
+    "fault",
+    "virtual_cluster",
+]
+
+FaultKind: TypeAlias = Literal["dies", "freezes", "loses an answer", "is told to leave"]
 
 # (fact, the law that it is of, what was found, how to mend it): raises if it is false.
 Hold: TypeAlias = Callable[[bool, str, str, str], None]
@@ -258,6 +279,124 @@ differs without parameters. Declare needs_params=True.
             )
         if rows is not None:
             _check_rows(tx, rows, hold, params, more, state)
+
+
+def virtual_cluster(
+    seed: int = 0, *, max_seconds: float = 10_000.0
+) -> "contextlib.AbstractContextManager[VirtualCluster]":
+    """Run `oxs.runtime.run` in this process on a virtual clock, to test a program.
+
+    Within the `with` block a run has its supervisor, servers and workers, and
+    checkpoints on the disk if it has a `checkpoint_dir`, but no Ray, no other process,
+    no thread and no waiting: whoever waits lets the others go on. The same seed gives
+    the same order of events, so a test that fails fails again.
+
+    The clock moves where somebody waits: messages take milliseconds, and a step no time
+    at all. In its program a worker says how long one takes by `cluster.sleep(seconds)`;
+    `time.sleep` would not move the virtual clock. `cluster.seconds` is what has passed.
+
+    Workers share this process: global variables are one for all, and what JAX sets for
+    a thread (`with jax.set_mesh(mesh):`) must not be open around `worker.step`. The
+    `finally` blocks of a worker that died run at the end of the `with` block.
+
+    Args:
+        seed: Of the order of events.
+        max_seconds: The virtual time after which a run that has not ended raises.
+
+    Returns:
+        A context manager, which gives the cluster. Needs greenlet: `pip install
+        'optx-sync[testing]'`.
+
+    Raises:
+        ImportError: greenlet is not installed.
+        TypeError: Arguments of a wrong type.
+        ValueError: Numbers out of range; in a run, `processes_per_worker`.
+        RuntimeError: At the end of the block a `fault` has not struck; in a run, time
+            is up, or everybody waits.
+
+    Example:
+        Worker 1 dies after three steps. Another one goes on from its last round, and
+        all six steps of both are in the center.
+
+        >>> import jax.numpy as jnp, optax, optx_sync as oxs
+        >>> def train(worker):
+        ...     while worker.local_step < 6:
+        ...         cluster.sleep(1.0)
+        ...         worker.step({"w": -jnp.ones(())})
+        >>> params = {"w": jnp.zeros(())}
+        >>> with oxs.testing.virtual_cluster() as cluster:
+        ...     center, history = oxs.runtime.run(
+        ...         oxs.testing.fault(train, "dies", worker=1, step=3),
+        ...         params, optax.sgd(1.0), oxs.rules.local_sgd(),
+        ...         num_workers=2, communication_period=1,
+        ...     )
+        >>> history.count("lost"), float(center["w"]), 6 < cluster.seconds < 8
+        (1, 6.0, True)
+    """
+    check_seed(seed)
+    interval("(0, inf)", "Pass seconds.", max_seconds=max_seconds)
+    from optx_sync import virtual
+
+    return virtual.entered(virtual.VirtualCluster(seed, max_seconds))
+
+
+def fault(
+    worker_fn: Callable[[Any], object],
+    kind: FaultKind,
+    *,
+    worker: int,
+    step: int,
+    seconds: float = 60.0,
+) -> Callable[[Any], object]:
+    """Kill, freeze or otherwise hit a worker at a step, in a `virtual_cluster`.
+
+    Several faults are several calls, `fault(fault(train, ...), ...)`. Each strikes
+    once, when its worker has made so many steps and the program goes on.
+
+    Args:
+        worker_fn: The program that `oxs.runtime.run` takes.
+        kind: `"dies"`: its process is gone, in the middle of the program. `"freezes"`:
+            it does nothing for some time. `"loses an answer"`: the answer to its next
+            push is lost, and it pushes again. `"is told to leave"`: it has the notice
+            (SIGTERM) that its machine goes.
+        worker: The number of the worker that is hit.
+        step: The `worker.local_step` after which it is.
+        seconds: How long a frozen worker is, by the virtual clock.
+
+    Returns:
+        The program with the fault.
+
+    Raises:
+        TypeError: Arguments of a wrong type.
+        ValueError: An unknown kind, or numbers out of range.
+        RuntimeError: In a run: it is in no virtual cluster.
+
+    Example:
+        Worker 1 is told to leave after two steps: the third is its last one, and is
+        handed in. It starts again.
+
+        >>> import jax.numpy as jnp, optax, optx_sync as oxs
+        >>> def train(worker):
+        ...     while worker.local_step < 6:
+        ...         worker.step({"w": -jnp.ones(())})
+        ...     worker.flush()
+        >>> train = oxs.testing.fault(train, "is told to leave", worker=1, step=2)
+        >>> with oxs.testing.virtual_cluster():
+        ...     center, history = oxs.runtime.run(
+        ...         train, {"w": jnp.zeros(())}, optax.sgd(1.0), oxs.rules.local_sgd(),
+        ...         num_workers=2, communication_period=10,
+        ...     )
+        >>> [e.local_step for e in history.events if e.kind == "push" and e.worker == 1]
+        [3, 6]
+    """
+    check_function("worker_fn", worker_fn, "Pass the program of a worker.")
+    one_of("kind", kind, FaultKind)
+    integer("worker", worker, "Pass the number of a worker, from 0 on.", 0)
+    integer("step", step, "Pass how many steps it makes before.")
+    interval("(0, inf)", "Pass how long it is frozen.", seconds=seconds)
+    from optx_sync import virtual
+
+    return virtual.with_fault(worker_fn, virtual.Fault(kind, worker, step, seconds))
 
 
 def _hold(what: str, fact: bool, law: str, found: str, mend: str) -> None:

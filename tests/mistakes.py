@@ -103,6 +103,14 @@ tx = oxs.local_sgd(optax.lookahead(optax.sgd(0.1), 5, 0.5), "workers")
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
+FAULT = """
+def train(worker):
+    while worker.local_step < 2:
+        worker.step({"w": jnp.ones((3, 1))})
+with oxs.testing.virtual_cluster() as cluster:
+    oxs.runtime.run(FAULT, params, optax.sgd(0.1), oxs.rules.local_sgd(), num_workers=1)
+"""
+NAMED = 'oxs.testing.fault(train, "{}", worker={}, step={})'
 
 CODE = {
     "The optimizer names another axis than `Workers`": (
@@ -563,6 +571,23 @@ CODE = {
         'workers = oxs.Workers(8, "workers", mesh=jax.make_mesh((8,), ("workers",)))\n'
         + BEGIN
         + "workers.resize((params, opt_state), 12)"
+    ),
+    "A fault of no known kind": NAMED.format("crash", 0, 1).replace("train", "print"),
+    "A fault outside of a virtual cluster": (
+        'oxs.testing.fault(print, "dies", worker=0, step=1)(None)'
+    ),
+    "A fault of a worker that is not there": (
+        FAULT.replace("FAULT", NAMED.format("dies", 5, 1))
+    ),
+    "A fault after the last step": (
+        FAULT.replace("FAULT", NAMED.format("freezes", 0, 9))
+    ),
+    "A worker of two processes in a virtual cluster": (
+        FAULT.replace("FAULT", "train").replace("rs=1", "rs=1, processes_per_worker=2")
+    ),
+    "A program that waits by another clock, for ever": (
+        "wait = lambda worker: [cluster.sleep(100.0) for _ in iter(int, 1)]"
+        + FAULT.replace("FAULT", "wait")
     ),
 }
 

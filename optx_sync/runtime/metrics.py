@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from optx_sync.runtime.messages import Event
 from optx_sync.runtime.paces import Scores
+from optx_sync.runtime.system import here
 
 # By name: the field of an event, and what it says.
 GAUGES = {
@@ -38,22 +39,22 @@ class Metrics:
     """
 
     def __init__(self):
-        from ray.util.metrics import Counter, Gauge, Histogram
-
-        keys = ("worker", "server")
+        metrics, keys = here().ray().util.metrics, ("worker", "server")
         self._gauges = {
-            name: Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
+            name: metrics.Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
             for name, (_, what) in GAUGES.items()
         }
         self._scores = [
-            Gauge(f"optx_sync_{name}", description=what, tag_keys=keys[:1])
+            metrics.Gauge(f"optx_sync_{name}", description=what, tag_keys=keys[:1])
             for name, what in SCORES.items()
         ]
         self._counters = {
-            name: Counter(f"optx_sync_{name}_total", description=what, tag_keys=keys)
+            name: metrics.Counter(
+                f"optx_sync_{name}_total", description=what, tag_keys=keys
+            )
             for name, what in COUNTERS.items()
         }
-        self._seconds = Histogram(
+        self._seconds = metrics.Histogram(
             "optx_sync_exchange_seconds",
             description="Seconds of an exchange, as the worker measures it",
             boundaries=SECONDS,

@@ -47,6 +47,7 @@ class System:
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", skipped)
         try:
             import ray
+            import ray.util.metrics  # Ray does not do so itself.
         except ImportError as error:
             raise ImportError(
                 "oxs.runtime.run needs Ray: pip install 'optx-sync[ray]'."

@@ -26,7 +26,8 @@ from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime import server as at_server
 from optx_sync.runtime import worker as at_worker
 from optx_sync.runtime.messages import Pending, PushRefused
-from tests.runtime.world import Disk, Faults, Process, World
+from optx_sync.virtual import Process
+from tests.runtime.world import Disk, Faults, World
 
 TICKETS = 1024
 BOMB = 2.5e38  # two of them overflow
@@ -310,7 +311,7 @@ def lay_out(_: Any, fragments: Any, num_servers: int = 1) -> Any:
 @contextlib.contextmanager
 def patched(world: World):
     """Put the schedule's disk, and what is compiled already, in their places."""
-    places = [(at_server, "Checkpoints", Disk), (on_ray, "Metrics", Nothing)]
+    places: list[Any] = [(at_server, "Checkpoints", Disk)]
     places += [(module, "way_of", way_of) for module in (at_server, at_worker)]
     modules = at_server, at_worker, on_ray, ray_actors
     places += [(module, "lay_out", lay_out) for module in modules]
@@ -326,17 +327,11 @@ def patched(world: World):
         with system.using(world):
             yield
     finally:
+        world.close()
         for (module, name, _), value in zip(places, before, strict=True):
             setattr(module, name, value)
         log.removeHandler(handler)
         log.setLevel(level)
-
-
-class Nothing:
-    def add(self, *_):
-        pass
-
-    rate = add
 
 
 def strike(world: World, kind: str, who: int, long: float) -> None:
