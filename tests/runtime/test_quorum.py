@@ -349,6 +349,18 @@ def shortages(server):
     return [event.message for event in server.events()[1] if event.kind == "short"]
 
 
+@pytest.mark.parametrize(("tokens", "dropped"), [((0, 1, 1), set()), ((1, 0, 1), {0})])
+def test_of_two_contributions_of_a_worker_the_last_one_is_answered(tokens, dropped):
+    """It died or pulled meanwhile; one of the two weighs nothing."""
+    rule = oxs.rules.local_sgd()._replace(weigh=lambda at: at.tokens)
+    held: Any = party(rule, quorum(2), 1, 2, delay=1)[0]._held[0]
+    sent = {path: np.ones((8, 2), np.float32) for path in held.center}
+    for worker, of in zip((0, 0, 1), tokens, strict=True):
+        push = oxs.runtime.Push(worker, 1, {"contribution": sent}, tokens=float(of))
+        held.absorb(worker, push, {})
+    assert held.global_step == 1 and held.dropped == dropped
+
+
 def test_elastic_workers_meet_the_center_as_it_was():
     rule = oxs.rules.elastic(moving_rate=0.1, rho=0.0)
     wanted, _ = lockstep(rule, 4, delay=1)

@@ -165,8 +165,9 @@ class Meetings(Center):
                 what = f"nothing was merged of {sum(weigh)}, for {why}"
                 self.short += (f"{what}: all are dropped",)
         finally:  # Also where `merge` raises, everybody is told.
+            last = {one.worker: one for one in came}  # Who died may have come before.
             for one, used in zip(came, counts, strict=True):
-                if not used:
+                if not used and one is last[one.worker]:
                     self.dropped.add(one.worker)
                 self.tell(MEETING, one.leases, "absorbed" if used else "dropped")
             self.sync_seconds = self.clock() - now
