@@ -79,6 +79,7 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
 
 def test_both_speak_through_pipes_once_the_server_has_opened_them():
     """Where one of them is gone the other one is told, and speaks through Ray."""
+    before = {*threading.enumerate()}
     settings = {"num_workers": 2, "copy_replies": False}
     actor = ServerActor({"w": LARGE}, oxs.rules.local_sgd(), settings)
 
@@ -116,7 +117,7 @@ def test_both_speak_through_pipes_once_the_server_has_opened_them():
     ask(one, epoch, 0, mine, 3, LARGE)
     assert isinstance(one.unpacked(one.hear())[0], protocol.Superseded)
     assert again.unpacked(again.hear())[1].global_step == 5
-    listening = [x for x in threading.enumerate() if "_listen" in x.name]
+    listening = [x for x in {*threading.enumerate()} - before if "_listen" in x.name]
     assert len(listening) == 3
     for line in (one, two, again):
         line.hang_up()
