@@ -43,7 +43,7 @@ class PartsLayout(NamedTuple):
         }
         if len(self.owners) == 1:
             return trees[0]
-        center = jax.eval_shape(start_center, shapes)
+        center = start_center(shapes_of(shapes))
         tree = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), center)
         for part, values in trees.items():
             tree = self.whole.put(tree, part, values)
@@ -66,7 +66,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> PartsLa
     Raises:
         ValueError: More servers than parts or variables.
     """
-    shapes = jax.eval_shape(start_center, shapes)  # Parts are cut from the center.
+    shapes = start_center(shapes_of(shapes))  # Parts are cut from the center.
     integer("num_servers", num_servers, "Pass for example 1.")
     number = number_of_parts(fragments)
     if number == 1 and num_servers > 1:
@@ -95,10 +95,13 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> PartsLa
 
 def shapes_of(params: Tree) -> Tree:
     """The shapes of the parameters; a TypeError for what workers cannot exchange."""
-    jax.eval_shape(start_center, params)
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)), params
-    )
+
+    def shape_of(x: Any) -> Any:
+        dtype = getattr(x, "dtype", None)
+        return x if dtype is None else jax.ShapeDtypeStruct(jnp.shape(x), dtype)
+
+    start_center(shapes := jax.tree.map(shape_of, params))
+    return shapes
 
 
 def tree_of(arrays: Arrays, shapes: Tree) -> Tree:

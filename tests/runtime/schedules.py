@@ -289,7 +289,7 @@ def way_of(agreement: Any, settings: Any, real: Any = at_server.way_of) -> Any:
     way, key = real(agreement, settings), (agreement, settings)
 
     def serve(part, inner, copy_replies):
-        shapes = repr(jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: part)))
+        shapes = repr(jax.tree_util.tree_leaves_with_path(parts.shapes_of(part)))
         return shared((key, shapes), way.serve(part, inner, copy_replies))
 
     def work(shapes, inner, layout):

@@ -21,7 +21,7 @@ from optx_sync.runtime.agreements.own import Terms, Traffic, traffic
 from optx_sync.runtime.agreements.pushes import Expected, ExpectedCodes, bound
 from optx_sync.runtime.agreements.saved import Notes
 from optx_sync.runtime.messages import OVERFLOW, Arrays, Push, PushRefused, Reply
-from optx_sync.runtime.parts import Variables
+from optx_sync.runtime.parts import Variables, shapes_of
 from optx_sync.runtime.system import here
 
 
@@ -82,8 +82,8 @@ class Center(AtOnce):
         self.traffic: Traffic = traffic(rule)
         self.expected: Expected = Expected(self.traffic.sends, center)
         if terms.exchange is not None:
-            shapes = jax.eval_shape(lambda center: center, center)
-            self.expected = ExpectedCodes(self.traffic.sends, shapes, terms.exchange)
+            sends, shapes = self.traffic.sends, shapes_of(center)
+            self.expected = ExpectedCodes(sends, shapes, terms.exchange)
         self.answers: CodedAnswers | None = None
         if terms.pulls is not None:
             # Refuses arrays that it cannot code.
