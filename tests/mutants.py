@@ -111,6 +111,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "runtime/test_server.py",
         "runtime/test_worker.py",
     ),
+    "schedules": ("runtime/test_schedules.py",),
     "audit": ("test_hlo.py", "test_audit.py"),
     "front": ("test_mistakes.py", "test_front_door.py"),
     "elastic": ("test_elastic.py",),

@@ -55,5 +55,15 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
     assert history.count("push") + history.count("dropped") >= 4
 
 
+# Seeds and their settings that have found a defect, or find it again where its mend is
+# taken back (docs/reference/schedules.md), and that are not among the first.
+FOUND = (72, 42), (140, 38), (366, 6), (520, 6), (714, 23)
+
+
+def test_schedules_that_have_found_a_defect():
+    for seed, settings in FOUND:
+        run(draw(seed, settings))
+
+
 def test_many_drawn_schedules():
     judged(range(120, 400))
