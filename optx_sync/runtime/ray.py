@@ -353,10 +353,24 @@ class _Supervisor:
         try:
             self.stop()  # Then all pushes that workers were answered are saved.
             error.center, error.history = self.saved(params)
+        except KeyboardInterrupt:
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            # One error tells of both: two would fill the terminal.
+            error.add_note(f"Interrupted again: the center is not here. {self.kept()}")
+            return
         except Exception as other:
             log.warning("The center or its history cannot be had any more: %s", other)
             return
-        error.add_note("The center as it was is this exception's attribute `center`.")
+        what = "The center as it was is this exception's attribute `center`."
+        error.add_note(f"{what} {self.kept()}")
+
+    def kept(self) -> str:
+        """What files have of a run that has ended too early, and how to go on."""
+        step, folder = self.events.seen.saved, self.connection.saved_in
+        if step is None:
+            return "No file has it; with checkpoint_dir=... the same call goes on."
+        return f"Saved at step {step} in {folder}: the same call goes on from there."
 
     def _kill(self, index: int) -> None:
         """Kill a worker's processes: some may be alive, and they hold their CPUs."""

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Push, PushRefused, ray_actors, server, system
+from optx_sync.runtime import Event, Push, PushRefused, ray_actors, server, system
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 from optx_sync.runtime.shared import SharedLine
@@ -272,6 +272,41 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     error: Any = caught.value
     np.testing.assert_array_equal(error.center["b"], 1.0)
     assert error.history.count("push") == 1 and not error.history.count("refused")
+    (said,) = error.__notes__
+    assert said == (
+        "The center as it was is this exception's attribute `center`. No file has it; "
+        "with checkpoint_dir=... the same call goes on."
+    )
+
+
+def test_who_interrupts_the_end_of_a_run_too_sees_one_error_and_what_is_kept(
+    ray, monkeypatch
+):
+    first: Any = KeyboardInterrupt()
+
+    def supervise(supervisor):
+        saved = Event("saved", -1, 0, 0, 7, 0, 0.0, {})
+        supervisor.events.seen.add([saved])
+        raise first
+
+    def saved(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
+    monkeypatch.setattr(on_ray._Supervisor, "saved", saved)
+    limits = on_ray._Limits(1, 0, None, None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
+    assert caught.value is first and first.__context__ is None
+    assert first.center is None and first.history.count("saved") == 1
+    assert first.__notes__ == [
+        "Interrupted again: the center is not here. Saved at step 7 in runs/1: the "
+        "same call goes on from there."
+    ]
+    # It must not be lost in an error that a program may catch, to try again.
+    first = KeyError()
+    with pytest.raises(KeyboardInterrupt):
+        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
 
 
 def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
