@@ -369,7 +369,7 @@ class _Supervisor:
         """What files have of a run that has ended too early, and how to go on."""
         step, folder = self.events.seen.saved, self.connection.saved_in
         if step is None:
-            return "No file has it; with checkpoint_dir=... the same call goes on."
+            return "No file has it: a run with checkpoint_dir=... can go on."
         return f"Saved at step {step} in {folder}: the same call, resume=True, goes on."
 
     def _kill(self, index: int) -> None:
@@ -399,7 +399,8 @@ class _Supervisor:
         # much of it.
         room = all(free.get(name, 0) >= count * needs[name] for name in needs)
         who = numbered(sorted(self.placing))
-        what = f"a place for {who}, or for their processes to start"
+        whose = "their" if len(self.placing) > 1 else "its"
+        what = f"a place for {who}, or for {whose} processes to start"
         each = (
             f"{count * needs[name]:g} {name} ({free.get(name, 0):g} of "
             f"{has.get(name, 0):g} are free)"

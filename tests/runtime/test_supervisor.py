@@ -274,8 +274,8 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     assert error.history.count("push") == 1 and not error.history.count("refused")
     (said,) = error.__notes__
     assert said == (
-        "The center as it was is this exception's attribute `center`. No file has it; "
-        "with checkpoint_dir=... the same call goes on."
+        "The center as it was is this exception's attribute `center`. No file has it: "
+        "a run with checkpoint_dir=... can go on."
     )
 
 
@@ -339,7 +339,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert caplog.messages == [
-        "The run waits for a place for worker 0, or for their processes to start: "
+        "The run waits for a place for worker 0, or for its processes to start: "
         "each needs 1 CPU (0.5 of 2 are free), 0.5 GPU (0 of 0 are free)."
     ]
     assert not ray.killed
