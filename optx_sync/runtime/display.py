@@ -6,7 +6,7 @@ import datetime
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync.core.trees import Tree
@@ -227,6 +227,14 @@ class Display:
             self._next_line = time.monotonic() + LINE_SECONDS
 
 
+def numbered(workers: Sequence[int]) -> str:
+    """Workers by their numbers, for the log; of many the first ones."""
+    more = len(workers) - SHOWN_WORKERS
+    numbers = ", ".join(map(str, workers[:SHOWN_WORKERS]))
+    several = "workers" if len(workers) > 1 else "worker"
+    return f"{several} {numbers}" + (f" and {more} more" if more > 0 else "")
+
+
 def line(event: Event) -> str:
     """An event as a line of the log."""
     who = f"worker {event.worker}" if event.worker >= 0 else "a server"
@@ -254,11 +262,14 @@ def summary(num_workers: int, seen: Seen, total_steps: int | None = None) -> str
 
 
 def table(num_workers: int, seen: Seen, total_steps: int | None = None) -> Any:
-    """The Rich table that a terminal shows."""
+    """What a terminal shows by Rich: how far the run is, and a table of the workers."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     names = sorted({name for event in seen.last.values() for name in event.shown})
-    shown = Table(title=seen.head(num_workers, total_steps))
+    # Above the table and not its title, which would break where the table ends.
+    head, shown = Text(seen.head(num_workers, total_steps), "italic"), Table()
     for name in ("worker", "steps", "rounds", "staleness", "lost", *names):
         shown.add_column(name, justify="right")
     for worker in range(num_workers):
@@ -270,4 +281,4 @@ def table(num_workers: int, seen: Seen, total_steps: int | None = None) -> Any:
         numbers = (worker, event.local_step, event.round, event.staleness)
         values = [f"{event.shown[n]:.4g}" if n in event.shown else "" for n in names]
         shown.add_row(*map(str, numbers), lost, *values)
-    return shown
+    return Group(head, shown)

@@ -28,7 +28,7 @@ from optx_sync.meetings import alone
 from optx_sync.meetings.quorum import Quorum
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
-from optx_sync.runtime.display import Display, History, Seen, is_told, log
+from optx_sync.runtime.display import Display, History, Seen, is_told, log, numbered
 from optx_sync.runtime.group import Apart
 from optx_sync.runtime.messages import Event, PushRefused
 from optx_sync.runtime.metrics import Metrics
@@ -353,10 +353,24 @@ class _Supervisor:
         try:
             self.stop()  # Then all pushes that workers were answered are saved.
             error.center, error.history = self.saved(params)
+        except KeyboardInterrupt:
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            # One error tells of both: two would fill the terminal.
+            error.add_note(f"Interrupted again: the center is not here. {self.kept()}")
+            return
         except Exception as other:
             log.warning("The center or its history cannot be had any more: %s", other)
             return
-        error.add_note("The center as it was is this exception's attribute `center`.")
+        what = "The center as it was is this exception's attribute `center`."
+        error.add_note(f"{what} {self.kept()}")
+
+    def kept(self) -> str:
+        """What files have of a run that has ended too early, and how to go on."""
+        step, folder = self.events.seen.saved, self.connection.saved_in
+        if step is None:
+            return "No file has it: a run with checkpoint_dir=... can go on."
+        return f"Saved at step {step} in {folder}: the same call, resume=True, goes on."
 
     def _kill(self, index: int) -> None:
         """Kill a worker's processes: some may be alive, and they hold their CPUs."""
@@ -384,8 +398,9 @@ class _Supervisor:
         # Where there is room for one more, Ray has placed all; or no one machine has so
         # much of it.
         room = all(free.get(name, 0) >= count * needs[name] for name in needs)
-        numbers = ", ".join(map(str, sorted(self.placing)))
-        what = f"a place for workers {numbers}, or for their processes to start"
+        who = numbered(sorted(self.placing))
+        whose = "their" if len(self.placing) > 1 else "its"
+        what = f"a place for {who}, or for {whose} processes to start"
         each = (
             f"{count * needs[name]:g} {name} ({free.get(name, 0):g} of "
             f"{has.get(name, 0):g} are free)"
@@ -393,7 +408,7 @@ class _Supervisor:
         )
         log.warning(
             "The run waits for %s: each needs %s.%s",
-            f"the processes of workers {numbers} to start" if room else what,
+            f"the processes of {who} to start" if room else what,
             ", ".join(each),
             " If they do not start, no single machine has so much." if room else "",
         )
@@ -529,7 +544,7 @@ class _Supervisor:
                     server.actor.call.remote("leave", index)
 
     def _say_what_for(self) -> None:
-        waiting = [self.events.how(index) for index in sorted({*self.running.values()})]
+        waiting = self.events.how(sorted({*self.running.values()}))
         waiting += self.events.silent_servers()
         log.warning("The run waits for %s.", "; ".join(waiting))
         self.events.heard = here().now()
@@ -683,16 +698,22 @@ class _Events:
         """Seconds since the last event."""
         return here().now() - self.heard
 
-    def how(self, worker: int) -> str:
-        """The state of a worker, for the log."""
-        last = self.seen.last.get(worker)
-        if last is None:
-            return f"worker {worker} ({self.seen.state(worker)}, no push yet)"
-        ago = here().stamp() / 1e9 - last.time
-        return (
-            f"worker {worker}, whose last push was {ago:.0f} s ago at its step "
-            f"{last.local_step}"
-        )
+    def how(self, workers: list[int]) -> list[str]:
+        """How workers stand, for the log: those without a push by their state."""
+        without, said = defaultdict(list), []
+        for worker in workers:
+            if worker not in self.seen.last:
+                without[self.seen.state(worker)].append(worker)
+        for state, those in without.items():
+            said.append(f"{numbered(those)} ({state}, no push yet)")
+        now = here().stamp() / 1e9
+        for worker in workers:
+            if (last := self.seen.last.get(worker)) is not None:
+                said.append(
+                    f"worker {worker}, whose last push was {now - last.time:.0f} s ago "
+                    f"at its step {last.local_step}"
+                )
+        return said
 
     def silent_servers(self) -> list[str]:
         """The servers that have not answered for a long time."""

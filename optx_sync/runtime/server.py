@@ -158,6 +158,8 @@ class Server:
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self._ledger: Ledger = Ledger(samples)
+        # What an earlier run has counted, where this one takes no samples.
+        self._counted_before: list[Any] | None = None
         comes_back = any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
@@ -515,6 +517,8 @@ class Server:
         notes = {"parts": of_parts, **protocol.notes_of(self._book.entries)}
         if self._ledger.samples is not None:
             notes["ledger"] = self._ledger.saved()
+        elif self._counted_before is not None:
+            notes["ledger"] = self._counted_before
         try:
             self._checkpoints.save(number, arrays, notes)
         except Exception as error:  # A full disk, for example: try again later.
@@ -551,7 +555,9 @@ class Server:
             self._book = self._book._replace(entries=entries, saved=saved)
             for held in self._held if comes_back else ():
                 held.release(self._left)
-            if self._ledger.samples is not None and "ledger" in notes:
+            if self._ledger.samples is None:
+                self._counted_before = notes.get("ledger")
+            elif "ledger" in notes:
                 # Who joined after the checkpoint may hold ranges, too.
                 alive = set(range(self.num_workers)) - self._left
                 waits = set().union(*(held.waiting_ranges() for held in self._held))
@@ -586,16 +592,20 @@ class Server:
                 f"The checkpoint holds {sorted(arrays)}, and this server has "
                 f"{sorted(names)}: it was saved with other fragments. {other}"
             )
-        for part, note in zip(self.parts, notes["parts"], strict=True):
-            shapes, of_part = self.layout.pick(self._like, part), arrays[f"part_{part}"]
-            held = self._serve(
+        helds: dict[int, Held] = {}
+        for part in self.parts:
+            shapes = self.layout.pick(self._like, part)
+            helds[part] = self._serve(
                 jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             )
-            made_by = self._made_by(part, held)
+        for (part, held), note in zip(helds.items(), notes["parts"], strict=True):
+            of_part, made_by = arrays[f"part_{part}"], self._made_by(part, held)
             if note["made_by"] != made_by:
-                # Other variables have another state, and the message names them.
+                # Other variables, of any part, have another state: name them.
                 several = len(self.layout.owners) > 1
-                check_saved(held.current(), of_part["center"], several)
+                for number, other_held in helds.items():
+                    saved = arrays[f"part_{number}"]["center"]
+                    check_saved(other_held.current(), saved, several)
                 if note["made_by"][0] == made_by[0]:
                     raise ValueError(
                         "The checkpoint was saved with other fragments, or the parts "

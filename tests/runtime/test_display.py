@@ -44,6 +44,16 @@ def test_table_tells_steps_rounds_staleness_and_what_is_shown():
     ]
 
 
+def test_the_line_above_the_table_may_be_wider_than_the_table():
+    console = Console(file=io.StringIO(), width=80)
+    far = 10**9  # steps of the center
+    seen = seen_of([event("push", 0, far, 1), event("saved", -1, far)])
+    console.print(table(1, seen, 10))
+    assert isinstance(console.file, io.StringIO)
+    head, *rows = console.file.getvalue().splitlines()
+    assert head.strip() == seen.head(1, 10) and len(head.strip()) > len(rows[0])
+
+
 def test_a_million_events_are_counted_and_not_kept():
     seen, pushes = Seen(), [event("push", i % 3, i) for i in range(1000)]
     seen.add([event("lost", 2, 0)])

@@ -363,6 +363,11 @@ def test_a_later_run_goes_on_with_what_is_not_done(tmp_path):
         marked(first, next(batches))
     server.checkpoint()
     del server, first
+    # One in between takes none, and saves: what was counted is not forgotten.
+    between, start = party(tmp_path, samples=None)
+    start(0).step({"seen": np.zeros(TOTAL, np.float32)})
+    between.checkpoint()
+    del between, start
     again, start = party(tmp_path)
     worker = start(1)
     for lease in worker.samples():

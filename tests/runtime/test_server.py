@@ -329,8 +329,14 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
         settings |= {"checkpoint_dir": tmp_path / name, "num_servers": num_servers}
         return Server(PARAMS, rule, num_workers=1, **settings)
 
+    def parts(params):
+        rule = oxs.rules.diloco(oxs.optimizers.momentum(0.1, 0.9))
+        folder = tmp_path / "parts"
+        return Server(params, rule, num_workers=1, checkpoint_dir=folder, fragments=2)
+
     start()
     part("part")
+    parts(PARAMS)
     waits(2).checkpoint()
     reshaped = {**PARAMS, "w": jnp.zeros((3, 2))}
     renamed = {"v": PARAMS["w"], "b": PARAMS["b"]}
@@ -347,7 +353,9 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
             lambda: part("center", rule=oxs.rules.agn(optax.sgd(1.0)), num_servers=1),
             r"made by \['[\w.]*\.diloco_rule'.* this server has \['[\w.]*\.agn_rule'",
         ),
-        (lambda: part("part", fragments=2), r"server's part .* lacks .*before\."),
+        (lambda: part("part", fragments=2), r"part of the .*: it lacks .*before\."),
+        # A variable that another part than the first has.
+        (lambda: parts(renamed), rf"{lacks}"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Push, PushRefused, ray_actors, server, system
+from optx_sync.runtime import Event, Push, PushRefused, ray_actors, server, system
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 from optx_sync.runtime.shared import SharedLine
@@ -272,6 +272,41 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     error: Any = caught.value
     np.testing.assert_array_equal(error.center["b"], 1.0)
     assert error.history.count("push") == 1 and not error.history.count("refused")
+    (said,) = error.__notes__
+    assert said == (
+        "The center as it was is this exception's attribute `center`. No file has it: "
+        "a run with checkpoint_dir=... can go on."
+    )
+
+
+def test_who_interrupts_the_end_of_a_run_too_sees_one_error_and_what_is_kept(
+    ray, monkeypatch
+):
+    first: Any = KeyboardInterrupt()
+
+    def supervise(supervisor):
+        saved = Event("saved", -1, 0, 0, 7, 0, 0.0, {})
+        supervisor.events.seen.add([saved])
+        raise first
+
+    def saved(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
+    monkeypatch.setattr(on_ray._Supervisor, "saved", saved)
+    limits = on_ray._Limits(1, 0, None, None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
+    assert caught.value is first and first.__context__ is None
+    assert first.center is None and first.history.count("saved") == 1
+    assert first.__notes__ == [
+        "Interrupted again: the center is not here. Saved at step 7 in runs/1: the "
+        "same call, resume=True, goes on."
+    ]
+    # It must not be lost in an error that a program may catch, to try again.
+    first = KeyError()
+    with pytest.raises(KeyboardInterrupt):
+        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
 
 
 def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
@@ -304,7 +339,7 @@ def test_who_has_no_place_is_told_and_is_not_taken_for_one_that_hangs(
     supervisor._see_who_has_a_place()
     supervisor._kill_who_hangs()
     assert caplog.messages == [
-        "The run waits for a place for workers 0, or for their processes to start: "
+        "The run waits for a place for worker 0, or for its processes to start: "
         "each needs 1 CPU (0.5 of 2 are free), 0.5 GPU (0 of 0 are free)."
     ]
     assert not ray.killed
@@ -329,6 +364,20 @@ def test_who_starts_where_enough_is_free_waits_for_no_place(ray, monkeypatch, ca
     supervisor.limits = supervisor.limits._replace(processes=3)
     supervisor._see_who_has_a_place()
     assert "for a place" in caplog.messages[1] and "3 CPU (2 of" in caplog.messages[1]
+
+
+def test_workers_that_start_are_told_of_together(ray, caplog):
+    """Eight who have no place yet fill no terminal."""
+    supervisor, events = supervisor_of(ray, servers_of(1, 12), workers=12)
+    supervisor.running = {f"reference {worker}": worker for worker in range(12)}
+    events.seen.add([Event("join", 3, 0, 0, 0, 0, 0.0, {})])
+    events.seen.add([Event("push", 4, 1, 5, 1, 0, 0.0, {})])
+    supervisor._say_what_for()
+    (said,) = caplog.messages
+    assert said.startswith(
+        "The run waits for workers 0, 1, 2, 5, 6, 7, 8, 9 and 2 more (starting, no "
+        "push yet); worker 3 (joined, no push yet); worker 4, whose last push was "
+    )
 
 
 def test_what_ray_says_of_errors_is_filed_for_this_user_alone(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def difference(saved: str, own: str) -> tuple[str, str]:
     for say, (one, other) in zip(_SAID, pairs, strict=True):
         if say(one) != say(other):
             return say(one), say(other)
-    return "another rule or optimizer", "its own"
+    return "another rule or optimizer, or of variables of other names", "its own"
 
 
 _SAID: tuple[Callable[[Any], str], ...] = (
@@ -84,10 +84,12 @@ def check_saved(center: Arrays, saved: Arrays, is_part: bool = False) -> None:
     mend += ", or the fragments of before." if is_part else "."
     unknown = [path for path in saved if path not in center]
     missing = [path for path in center if path not in saved]
-    if unknown or missing:
+    said = [f"it has {some(unknown)}, which are not there"] if unknown else []
+    said += [f"it lacks {some(missing)}"] if missing else []
+    if said:
         raise ValueError(
-            f"The checkpoint is of other variables than {here}: it has "
-            f"{some(unknown)}, which are not there, and lacks {some(missing)}. {mend}"
+            f"The checkpoint is of other variables than {here}: "
+            f"{', and '.join(said)}. {mend}"
         )
     for path, array in center.items():
         if array.shape != saved[path].shape:
