@@ -107,7 +107,7 @@ faults: $(VENV)/bench-installed
 SECONDS ?= 600
 SEED ?= 0
 schedules: $(VENV)/test-installed
-	$(RUN)/python -m tests.runtime.schedules --seconds $(SECONDS) --seed $(SEED) --settings 60
+	$(RUN)/python -m tests.runtime.schedules --seconds $(SECONDS) --seed $(SEED) --settings $(shell seq 0 89)
 
 storms: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/storms.py $(QUICK) $(STORMS)

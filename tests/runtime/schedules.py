@@ -583,12 +583,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, default=10**9)
-    parser.add_argument("--settings", type=int, help="how many are drawn")
+    parser.add_argument("--settings", type=int, nargs="*", help="of runs; in turns")
     options = parser.parse_args()
     begin, seed, marks, failed = time.monotonic(), options.seed, Counter(), []
     end = options.seed + options.number
     while time.monotonic() - begin < options.seconds and seed < end:
-        settings = seed % options.settings if options.settings else None
+        of = options.settings
+        settings = of[seed % len(of)] if of else None
         drawn = draw(seed, settings)
         try:
             run(drawn, marks)
