@@ -602,6 +602,11 @@ def judge(storm: Storm, seconds: float) -> Found:
         of[line["part"]] = min(of.get(line["part"], next_), next_)
 
     starts = last_starts(storm.folder)
+    answers = {(x["part"], x["place"]) for x in acks}
+    unanswered = [
+        any((part, place) not in answers for place in np.flatnonzero(places))
+        for part, places in enumerate(value)
+    ]
 
     def explained(ack: dict[str, Any]) -> bool:
         """Whether its server went back behind it, and no farther than it may."""
@@ -612,8 +617,10 @@ def judge(storm: Storm, seconds: float) -> Found:
             for x in acks
             if (x["step"], x["epoch"], x["part"]) == meeting and value[part][x["place"]]
         ]
-        # It was saved while it waited, and held again by those that had come by then.
-        again = bool(held) and all(round(k) == len(held) for k in held)
+        # It was saved while it waited, and held again by those that had come by then;
+        # they may have died before they were answered.
+        again = all(round(k) == len(held) for k in held)
+        again = again and bool(held or unanswered[part])
         later = sorted(e for s, e in first if s == server and e > ack["epoch"])
         redone = [
             e

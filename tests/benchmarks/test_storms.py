@@ -78,9 +78,11 @@ def test_what_went_wrong_is_found_under_its_name(what, module, tmp_path):
         assert storms.judge(storm, 10.0).torn == 1
 
 
-@pytest.mark.parametrize("saved", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("saved", "unanswered"), [(0, False), (1, False), (2, False), (0, True)]
+)
 def test_a_meeting_that_was_saved_while_it_waited_is_held_again(
-    saved, module, tmp_path
+    saved, unanswered, module, tmp_path
 ):
     """By those that had come by then; the answers of the others are lost with it."""
     storms = module("storms")
@@ -90,10 +92,13 @@ def test_a_meeting_that_was_saved_while_it_waited_is_held_again(
             lines[3]["step"], lines[4]["step"] = 2, 3
         for worker in range(saved):
             center["0"][2048 * worker + 1] = -storms.MARK / saved
+        if unanswered:  # The one that had come died before it heard.
+            center["0"][2048 * 3 + 1] = -storms.MARK
 
     storm, _ = stormy(storms, tmp_path, change)
     said = storms.judge(storm, 10.0)
-    assert (said.lost, said.beyond) == (3 - saved, 0 if saved else 3)
+    known = saved or unanswered
+    assert (said.lost, said.beyond) == (3 - saved, 0 if known else 3)
 
 
 @pytest.mark.parametrize(
