@@ -255,7 +255,7 @@ class _Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Take the handlers' place, once Ray, which sets some as it starts, has done so.
+        """Take the place of the handlers, those included that Ray sets as it starts.
 
         Where a program ignores Ctrl-C, or handles it, that holds.
         """
