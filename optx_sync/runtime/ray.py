@@ -169,6 +169,7 @@ def run(
             f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
         )
     with contextlib.ExitStack() as ends:
+        interrupts = ends.enter_context(_Interrupts())
         cpus = math.ceil(num_workers * processes_per_worker * limits.needs["CPU"])
         ray = ends.enter_context(_running_ray(address, cpus))
         connection = start_servers(
@@ -183,9 +184,10 @@ def run(
         )
         for actor in connection.servers:
             ends.callback(ray.kill, actor)
+        ends.callback(interrupts.hold)
         options = {**settings._asdict(), "synchronous": synchronous}
         start = worker_fn, connection, shapes, inner, agreement, options
-        return _supervised(start, params, limits)
+        return _supervised(start, params, limits, interrupts)
 
 
 class _Limits(NamedTuple):
@@ -217,10 +219,13 @@ class _Limits(NamedTuple):
         return self._replace(needs=needs)
 
 
-def _supervised(start: tuple, params: Tree, limits: _Limits) -> tuple[Tree, History]:
+def _supervised(
+    start: tuple, params: Tree, limits: _Limits, interrupts: "_Interrupts"
+) -> tuple[Tree, History]:
     """Run the workers until all have returned, and show events."""
     display, begin = Display(limits.num_workers, limits.total_steps), here().now()
-    with display, _sigterm_as_sigint():
+    interrupts.listen()
+    with display:
         supervisor, ended = _Supervisor(start, limits, display), "has ended"
         events, saved_in = supervisor.events, supervisor.connection.saved_in
         try:
@@ -231,23 +236,52 @@ def _supervised(start: tuple, params: Tree, limits: _Limits) -> tuple[Tree, Hist
             supervisor.carry(error, params)
             raise
         finally:
+            interrupts.hold()
             supervisor.stop()
             said = events.seen.closing(here().now() - begin, saved_in)
             log.info("The run %s: %s", ended, said)
 
 
-@contextlib.contextmanager
-def _sigterm_as_sigint() -> Iterator[None]:
-    """Treat SIGTERM as SIGINT, so that a job that is asked to end saves the center."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals only in the main thread.
-        return
+class _Interrupts:
+    """SIGTERM is as Ctrl-C, so that a job that is asked to end saves the center.
 
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    Once held back, neither raises until the end: processes are being stopped, and the
+    terminal gets its cursor back.
+    """
+
+    def __init__(self):
+        self._held: bool = False
+        self._came: bool = False  # while they were held back
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Take the place of the handlers, those included that Ray sets as it starts.
+
+        Where a program ignores Ctrl-C, or handles it, that holds.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals only in the main thread.
+        own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        for one in (signal.SIGTERM, signal.SIGINT) if own else (signal.SIGTERM,):
+            self._before[one] = signal.signal(one, self._hear)
+
+    def hold(self) -> None:
+        """Hold them back from now on."""
+        self._held = True
+
+    def _hear(self, *_: Any) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._came = True
+
+    def __enter__(self) -> "_Interrupts":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        for one, before in self._before.items():
+            signal.signal(one, before or signal.SIG_DFL)
+        if self._came and not (kind and issubclass(kind, KeyboardInterrupt)):
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

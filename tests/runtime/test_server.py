@@ -974,8 +974,8 @@ def test_numbers_of_rows_share_their_programs():
     for rows in range(1, 5):
         grad = {"['w']": (np.arange(rows) % 2, values[:rows]), "['b']": None}
         server.push(Push(0, rows, {"grads": grad}))
-    # 1, 2 and 4 rows.
-    assert server._held[0]._update._cache_size() == 3
+    held: Any = server._held[0]
+    assert held._update._cache_size() == 3  # 1, 2 and 4 rows.
     # Each update takes the mean of a row's gradients, which were added up: the rows of
     # table row 0 and of table row 1.
     pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 5)]

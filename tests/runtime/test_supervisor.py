@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import signal
 import stat
 import tempfile
 import threading
@@ -137,6 +138,11 @@ def supervisor_of(ray, connection, workers=1, **limits):
     return supervisor, supervisor.events
 
 
+def supervised(connection, limits):
+    with on_ray._Interrupts() as interrupts:
+        return on_ray._supervised(start_of(connection), PARAMS, limits, interrupts)
+
+
 def push(number, joined, part, value=1.0):
     name = "['b']" if part == 0 else "['w']"
     arrays = {"contribution": {name: np.full(2, value, np.float32)}}
@@ -268,7 +274,7 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     monkeypatch.setattr(connection, "checkpoint", checkpoint)
     limits = on_ray._Limits(1, 0, None, None)
     with pytest.raises(KeyboardInterrupt) as caught:
-        on_ray._supervised(start_of(connection), PARAMS, limits)
+        supervised(connection, limits)
     error: Any = caught.value
     np.testing.assert_array_equal(error.center["b"], 1.0)
     assert error.history.count("push") == 1 and not error.history.count("refused")
@@ -296,7 +302,7 @@ def test_who_interrupts_the_end_of_a_run_too_sees_one_error_and_what_is_kept(
     monkeypatch.setattr(on_ray._Supervisor, "saved", saved)
     limits = on_ray._Limits(1, 0, None, None)
     with pytest.raises(KeyboardInterrupt) as caught:
-        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
+        supervised(servers_of(1), limits)
     assert caught.value is first and first.__context__ is None
     assert first.center is None and first.history.count("saved") == 1
     assert first.__notes__ == [
@@ -306,7 +312,34 @@ def test_who_interrupts_the_end_of_a_run_too_sees_one_error_and_what_is_kept(
     # It must not be lost in an error that a program may catch, to try again.
     first = KeyError()
     with pytest.raises(KeyboardInterrupt):
-        on_ray._supervised(start_of(servers_of(1)), PARAMS, limits)
+        supervised(servers_of(1), limits)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_ctrl_c_while_a_run_is_cleared_away_waits_until_that_is_done(
+    ray, monkeypatch, number, ends_early
+):
+    """Else actors live on, the terminal has no cursor, and the center is lost."""
+    first, killed = KeyboardInterrupt(), []
+
+    def supervise(supervisor):
+        supervisor.actors = {0: ["actor 0"], 1: ["actor 1"]}
+        if ends_early:
+            raise first
+
+    def kill(actor):
+        signal.raise_signal(number)
+        killed.append(actor)
+
+    ray.kill = kill
+    monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
+    monkeypatch.setattr(on_ray._Supervisor, "carry", lambda *_: None)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        supervised(servers_of(1), on_ray._Limits(2, 0, None, None))
+    assert killed == ["actor 0", "actor 1"] and signal.getsignal(number) is before
+    assert (caught.value is first) == ends_early
 
 
 def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
