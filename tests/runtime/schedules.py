@@ -520,17 +520,22 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     """Raise where the center and what was told are not of one another."""
     of_part = [np.asarray(center[name]) for name in "ab"]
     several = drawn.parts or drawn.servers > 1
+    epochs = [x.last._server._book.epoch for x in world.actors if x.is_server]
+
+    def again(one):
+        """Its meeting may be held again, as a save has it, whatever came of it since."""
+        return drawn.meet is not None and one.epoch != epochs[one.server]
+
     for actor in world.actors:
         threads = actor.options.get("max_concurrency", 1)
         assert actor.most <= threads, f"{actor.most} calls in {threads} threads"
     if drawn.meet is not None and drawn.meet.merge is not None:
         needs = drawn.meet.merge.needs
-        may = sum(one.told in ("used", "nothing") for one in told.sent)
+        may = sum(one.told in ("used", "nothing") or again(one) for one in told.sent)
         steps = sum(held.global_step for held in held_of(world).values())
         assert may >= needs * steps, f"{steps} of {may} merged"
         return
     shares: dict[int, list[float]] = defaultdict(list)
-    epochs = [x.last._server._book.epoch for x in world.actors if x.is_server]
     counted: Counter[int] = Counter()
     missing: Counter[int] = Counter()
     whole = 1 / drawn.workers if drawn.meet is None else None
@@ -545,9 +550,7 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         if whole is not None:
             ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
             assert ok, f"not once: {one} {found}"
-        # A meeting in a save is held again, also if it came to nothing after that.
-        again = drawn.meet is not None and one.epoch != epochs[one.server]
-        if one.told == "dropped" and not again:  # What was refused is pushed again.
+        if one.told == "dropped" and not again(one):  # What was refused comes again.
             assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
         shares[one.part].append(share)
         counted.update(one.ranges if share > 1e-3 else ())
