@@ -523,7 +523,7 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     epochs = [x.last._server._book.epoch for x in world.actors if x.is_server]
 
     def again(one):
-        """Its meeting may be held again, as a save has it, whatever came of it since."""
+        """Its meeting may be held again, as a save has it, whatever came of it."""
         return drawn.meet is not None and one.epoch != epochs[one.server]
 
     for actor in world.actors:
