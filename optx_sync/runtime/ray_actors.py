@@ -172,6 +172,8 @@ class RayConnection:
         self._shapes = shapes
         # Of this process, by worker and server: the workers' sides of the protocol.
         self._clients: dict[tuple[int, int], Client] = {}
+        # What servers have lost of their pushes, and no answer has told yet.
+        self._untold = collections.Counter[tuple[int, int]]()
         self._lines: dict[tuple[int, int], SharedLine] = {}
         # By worker and part the call of `asked` that waits at a server, and what for.
         self._asked: dict[tuple[int, int], tuple[int, Any]] = {}
@@ -188,8 +190,10 @@ class RayConnection:
         while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = SharedLine(begins=here().shares_memory)
             # It joins all servers with the incarnation that the first one hands out.
-            known = self._clients.get((worker, server), client)
-            known = known._replace(incarnation=client.incarnation, above=client.above)
+            key = worker, server
+            known = self._clients.get(key, Client(worker))._replace(
+                phase="idle", incarnation=client.incarnation, above=client.above
+            )
             client, joined = self._converse(server, protocol.begin(known, "enter"))
             if client.phase == "superseded" and server:
                 # The first one's clock may be behind. It knows who has joined since.
@@ -197,9 +201,9 @@ class RayConnection:
                 continue
             if client.phase != "idle":
                 raise ValueError(client.message)
-            self._clients[worker, server] = client
+            self._clients[key] = client
             found.append(joined)
-            lost += client.lost
+            lost += client.lost + self._untold.pop(key, 0)
         parts = {part: x for one in found for part, x in one.parts.items()}
         newest = max(found, key=lambda one: one.local_step)  # of its predecessor
         step, place = newest.local_step, newest.place
@@ -241,6 +245,7 @@ class RayConnection:
             self._clients[key] = _with_news(after, self._clients.get(key, after))
             if after.phase == "refused":
                 raise PushRefused(refusal(after.message))
+            self._untold[key] -= after.lost
             return reply._replace(round=push.round, lost=after.lost)
 
         return Pending(answer, talk.has_ended, talk.hand_in)
@@ -440,6 +445,9 @@ class _Conversation:
             client = protocol.hears(_with_news(self._client, newest), answer)
             if self._key in others:
                 others[self._key] = _with_news(newest, client)
+            if self._push is not None:  # A worker that pulls does not hear its end.
+                gone = client.lost - self._client.lost
+                self._connection._untold[self._key] += gone
             self._client, self._payload = client, came or self._payload
         finally:
             line.busy = False

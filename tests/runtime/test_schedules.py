@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import optx_sync as oxs
@@ -57,12 +58,31 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
 
 # Seeds and their settings that have found a defect, or find it again where its mend is
 # taken back (docs/reference/schedules.md), and that are not among the first.
-FOUND = (72, 42), (140, 38), (366, 6), (520, 6), (714, 23)
+FOUND = (72, 42), (140, 38), (366, 6), (520, 6), (714, 23), (25161, 51)
 
 
 def test_schedules_that_have_found_a_defect():
     for seed, settings in FOUND:
         run(draw(seed, settings))
+
+
+def test_a_worker_pulls_from_servers_of_unlike_numbers_of_parts():
+    params = {name: np.zeros(2, np.float32) for name in "abc"}
+    downs = {name: np.full(2, -1.0, np.float32) for name in "abc"}
+
+    def train(worker):
+        while worker.local_step < 6:
+            worker.step(downs)
+            if worker.local_step == 3:
+                worker.pull()
+        assert not worker.lost
+
+    with oxs.testing.virtual_cluster():
+        center, _ = oxs.runtime.run(
+            train, params, INNER, RULE, num_workers=1, num_servers=2,
+            communication_period=3, fragments=lambda path, _: "abc".index(path[0].key),
+        )  # fmt: skip
+    np.testing.assert_array_equal(center["c"], 6.0)
 
 
 def test_many_drawn_schedules():
