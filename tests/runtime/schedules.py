@@ -542,9 +542,9 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     for one in told.sent:
         if not one.tickets:
             continue
-        for leaf in of_part if not several else [of_part[one.part]]:
-            found = leaf[one.tickets]
-            assert np.ptp(found) < 1e-3, f"torn: {one} {found}"
+        of = of_part if not several else [of_part[one.part]]
+        found = np.stack([leaf[one.tickets] for leaf in of]).ravel()
+        assert np.ptp(found) < 1e-3, f"torn: {one} {found}"
         share = float(found[0])
         assert share > -1e-3, f"below nothing: {one} {found}"
         if whole is not None:
