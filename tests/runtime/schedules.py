@@ -522,7 +522,7 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
     several = drawn.parts or drawn.servers > 1
     epochs = [x.last._server._book.epoch for x in world.actors if x.is_server]
 
-    def again(one):
+    def meets_again(one):
         """Its meeting may be held again, as a save has it, whatever came of it."""
         return drawn.meet is not None and one.epoch != epochs[one.server]
 
@@ -531,7 +531,9 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         assert actor.most <= threads, f"{actor.most} calls in {threads} threads"
     if drawn.meet is not None and drawn.meet.merge is not None:
         needs = drawn.meet.merge.needs
-        may = sum(one.told in ("used", "nothing") or again(one) for one in told.sent)
+        may = sum(
+            one.told in ("used", "nothing") or meets_again(one) for one in told.sent
+        )
         steps = sum(held.global_step for held in held_of(world).values())
         assert may >= needs * steps, f"{steps} of {may} merged"
         return
@@ -550,7 +552,8 @@ def judge(world: World, drawn: Drawn, told: Told, center: Any, history: Any) -> 
         if whole is not None:
             ok = abs(share) < 1e-3 or abs(share - whole) < 1e-3
             assert ok, f"not once: {one} {found}"
-        if one.told == "dropped" and not again(one):  # What was refused comes again.
+        # What was refused comes again.
+        if one.told == "dropped" and not meets_again(one):
             assert abs(share) < 1e-3, f"absorbed all the same: {one} {found}"
         shares[one.part].append(share)
         counted.update(one.ranges if share > 1e-3 else ())
