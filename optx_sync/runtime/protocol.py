@@ -26,6 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 # (incarnation, round); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
 
+JOINS_KNOWN = 8  # of each worker; a message that is older than so many does not come
+
 
 class Place(NamedTuple):
     """What a server has applied of one worker's pushes of one part."""
@@ -46,6 +48,7 @@ class Entry(NamedTuple):
     left: bool = False  # whether its program has ended
     heard: int = 0  # its requests, since this server has started
     refused: int = 0  # its pushes that were refused, since then
+    asked: tuple[int, ...] = ()  # the names of its last joins
 
 
 class Book(NamedTuple):
@@ -83,6 +86,7 @@ def notes_of(entries: tuple[Entry, ...]) -> dict[str, Any]:
         "local_steps_of_workers": [entry.step for entry in entries],
         "places_of_workers": [entry.notes for entry in entries],
         "left": [worker for worker, entry in enumerate(entries) if entry.left],
+        "asked": [entry.asked for entry in entries],
     }
 
 
@@ -95,6 +99,8 @@ def noted(notes: dict[str, Any], entries: tuple[Entry, ...]) -> tuple[Entry, ...
         of_parts = (Place(count, tuple(last), used) for count, last, used in places)
         left = len(found) in notes.get("left", ())
         found.append(Entry(tuple(of_parts), incarnation, joins, step, said, left))
+    for worker, asked in enumerate(notes.get("asked", ())):
+        found[worker] = found[worker]._replace(asked=tuple(asked))
     return (*found[: len(entries)], *entries[len(found) :])
 
 
@@ -119,6 +125,8 @@ class Request(NamedTuple):
     # Where it joins: another server has given out this one, by a clock that is ahead.
     # Hand out one above it, if `incarnation` is still the newest here.
     above: int = 0
+    # The name of a join, by which it is known if it comes again; 0: it has none.
+    asked: int = 0
 
 
 # Answers of a server.
@@ -170,6 +178,10 @@ def decide(book: Book, request: Request) -> Decision:
     worker = request.worker
     entry = book.entries[worker]
     if request.kind == "enter":
+        if request.asked in entry.asked:  # It comes late, or its answer was lost.
+            if request.asked == entry.asked[-1]:
+                return Decision(book, standing(book, worker))
+            return Decision(book, _superseded(request, entry))
         handed = max(book.handed, entry.incarnation, request.above) + 1
         incarnation = request.incarnation or handed
         if incarnation < entry.incarnation:
@@ -178,6 +190,9 @@ def decide(book: Book, request: Request) -> Decision:
         incarnation = handed if request.above else incarnation
         book = book._replace(handed=max(book.handed, incarnation))
         book = book.with_entry(worker, incarnation=incarnation, joins=joins)
+        if request.asked:
+            asked = (*entry.asked, request.asked)[-JOINS_KNOWN:]
+            book = book.with_entry(worker, asked=asked)
         return Decision(book, standing(book, worker))
     if request.epoch != book.epoch:
         return Decision(book, Turned(book.epoch, entry.places))
@@ -261,6 +276,7 @@ class Client(NamedTuple):
     worker: int
     incarnation: int = 0
     above: int = 0  # the newest of another server, which is above it
+    asked: int = 0  # the name of its last join
     joins: int = 0
     epoch: int = 0  # of the server; 0: it has not answered yet
     lines: tuple[Line, ...] = ()  # of each part that lives there
@@ -286,7 +302,8 @@ def wants(client: Client) -> Request | None:
     asked = Request(c.phase, c.worker, c.incarnation, c.epoch, c.joins, part)
     match c.phase:
         case "enter":
-            return Request("enter", c.worker, c.incarnation, above=c.above)
+            entering = Request("enter", c.worker, c.incarnation, above=c.above)
+            return entering._replace(asked=c.asked)
         case "send":
             line = c.lines[part] if c.lines else Line()
             # If it is neither the next nor the last one again, the server refuses it.

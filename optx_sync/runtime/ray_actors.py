@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
@@ -192,8 +193,9 @@ class RayConnection:
             # It joins all servers with the incarnation that the first one hands out.
             key = worker, server
             known = self._clients.get(key, Client(worker))._replace(
-                phase="idle", incarnation=client.incarnation, above=client.above
-            )
+                phase="idle", incarnation=client.incarnation, above=client.above,
+                asked=secrets.randbits(62) + 1,
+            )  # fmt: skip
             client, joined = self._converse(server, protocol.begin(known, "enter"))
             if client.phase == "superseded" and server:
                 # The first one's clock may be behind. It knows who has joined since.
@@ -246,7 +248,7 @@ class RayConnection:
             if after.phase == "refused":
                 raise PushRefused(refusal(after.message))
             self._untold[key] -= after.lost
-            return reply._replace(round=push.round, lost=after.lost)
+            return reply._replace(round=push.round, lost=after.lost + reply.lost)
 
         return Pending(answer, talk.has_ended, talk.hand_in)
 

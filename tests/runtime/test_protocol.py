@@ -1,5 +1,7 @@
 """The protocol, in every order of events: what is explored here is what runs."""
 
+import json
+
 import pytest
 
 from benchmarks.explorer import Explorer
@@ -40,12 +42,28 @@ def test_every_order_of_events_of_two_workers_that_share_meetings(
     assert worlds > least and ends > least / 4
 
 
+def test_a_join_that_comes_again_is_the_one_that_came():
+    """Its answer was lost, or it came twice; a checkpoint knows of it, too."""
+    book = protocol.new_book(workers=1, parts=1, epoch=10, every=0)
+    first = protocol.Request("enter", 0, 0, asked=1)
+    above = protocol.Request("enter", 0, 11, above=90, asked=2)
+    book, answer, _ = protocol.decide(book, first)
+    assert answer.incarnation == 11 == protocol.decide(book, first).answer.incarnation
+    book, answer, _ = protocol.decide(book, above)
+    notes = json.loads(json.dumps(protocol.notes_of(book.entries)))
+    entries = protocol.noted(notes, book.entries)
+    for known in book, book._replace(entries=entries, handed=10):
+        assert protocol.decide(known, above).answer == answer
+        late = protocol.decide(known, first)
+        assert isinstance(late.answer, protocol.Superseded) and late.book == known
+
+
 def test_exploration_finds_contributions_that_a_checkpoint_lacks(monkeypatch):
     save = Meetings.save
 
     def forgetful(held):
         arrays, notes = save(held)
-        return arrays, {**notes, "came": []}
+        return arrays, {**notes, "came": [], "incarnations": []}
 
     monkeypatch.setattr(Meetings, "save", forgetful)
     with pytest.raises(AssertionError, match="lost without a word"):

@@ -499,6 +499,38 @@ def test_what_was_dropped_is_still_dropped_for_a_server_that_comes_back(tmp_path
     assert [back.push(push).used for push in sent] == used == [True, True, False]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_what_a_checkpoint_has_and_what_comes_to_nothing_then_is_told(late, tmp_path):
+    """Its worker was told that it counts, and has pushed again since."""
+    settings: dict[str, Any] = {
+        "num_workers": 2,
+        "communication_period": 1,
+        "meet": quorum(2),
+        "delay": 1,
+        "checkpoint_dir": tmp_path,
+    }
+    rule = oxs.rules.diloco(optax.sgd(4.0))
+    server = Server(PARAMS, rule, **settings)
+    ones = {path: np.ones_like(x) for path, x in server._held[0].current().items()}
+    huge = {path: np.full_like(x, 3e38) for path, x in ones.items()}
+
+    def push(worker, round_, met, arrays=ones):
+        return oxs.runtime.Push(worker, round_, {"contribution": arrays}, met=met)
+
+    server.push(push(0, 1, 0))
+    server.checkpoint()
+    assert server.push(push(1, 1, 0)).used and server.wait(0).used
+    back = Server(PARAMS, rule, **settings)
+    again = push(0, 2, met=1)  # late: of a meeting that this server knows nothing of
+    if late:
+        assert back.push(again).waiting
+    back.push(push(1, 1, 0, huge))
+    reply = back.wait(0) if late else back.push(again)
+    assert reply.lost == 1
+    # Once: its next one tells of nothing.
+    assert back.push(push(0, 3, met=1)).lost == 0
+
+
 @pytest.mark.parametrize("dropped", range(2))
 def test_a_round_of_which_one_server_drops_its_part_says_so(dropped):
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}

@@ -58,7 +58,7 @@ def test_a_worker_whose_push_takes_longer_than_the_timeout_is_not_killed(
 
 # Seeds and their settings that have found a defect, or find it again where its mend is
 # taken back (docs/reference/schedules.md), and that are not among the first.
-FOUND = (72, 42), (140, 38), (366, 6), (520, 6), (714, 23), (25161, 51)
+FOUND = (72, 42), (140, 38), (366, 6), (520, 6), (714, 23), (25161, 51), (63456, 6)
 
 
 def test_schedules_that_have_found_a_defect():

@@ -66,6 +66,11 @@ class Meetings(Center):
         self.strangers: set[int] = set()  # who has no answer of a server that came back
         self.restored: int = 0  # its meetings by then
         self.took: dict[int, int] = {}  # `Push.confirms` of those that wait
+        # What waited in the checkpoint that was restored, that of it which came to
+        # nothing then, and each worker's last push since, without arrays.
+        self.again: list[Push] = []
+        self.fell: dict[int, Push] = {}
+        self.newest: dict[int, Push] = {}
         self.opened: float = 0.0  # the time at which the first one came
         self.closes: float | None = None  # the end of the grace, once enough have come
         self.step_seconds: float = 0.0  # of the fastest that has come
@@ -82,7 +87,7 @@ class Meetings(Center):
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply:
         """Take a contribution for the meeting that is open, or drop it as late."""
         self.settle()
-        self.took[worker] = push.confirms
+        self._note_newest(worker, push)
         gone = worker in self.strangers and push.met > self.restored
         if gone or push.met not in (-1, self.global_step):
             return self.drop(worker, push)
@@ -117,9 +122,15 @@ class Meetings(Center):
 
     def drop(self, worker: int, push: Push) -> Reply:
         """Answer a push that comes to no meeting."""
-        self.took[worker] = push.confirms
+        self._note_newest(worker, push)
         self._note_dropped(worker, push)
         return self.reply_again(worker)
+
+    def _note_newest(self, worker: int, push: Push) -> None:
+        if worker in self.newest and worker not in self.took:  # It has been told.
+            self.fell.pop(worker, None)
+        self.took[worker] = push.confirms
+        self.newest[worker] = push._replace(arrays={})
 
     def join(self, worker: int) -> None:
         """Note that a worker starts and takes the center; it is waited for again."""
@@ -166,9 +177,11 @@ class Meetings(Center):
                 self.short += (f"{what}: all are dropped",)
         finally:  # Also where `merge` raises, everybody is told.
             last = {one.worker: one for one in came}  # Who died may have come before.
-            for one, used in zip(came, counts, strict=True):
+            for one, used, weighs in zip(came, counts, weigh, strict=True):
                 if not used and one is last[one.worker]:
                     self.dropped.add(one.worker)
+                if weighs and not used and any(one is saved for saved in self.again):
+                    self.fell[one.worker] = one
                 self.tell(MEETING, one.leases, "absorbed" if used else "dropped")
             self.sync_seconds = self.clock() - now
 
@@ -224,7 +237,14 @@ class Meetings(Center):
         used = worker not in self.dropped
         before = self.before if used else self.center
         reply = self._reply(worker, before, self.took.pop(worker, 0))
-        return reply._replace(used=used)
+        return reply._replace(used=used, lost=self._lost(worker))
+
+    def _lost(self, worker: int) -> int:
+        """Whether a contribution is gone that was answered before this server died."""
+        fell, newest = self.fell.get(worker), self.newest.get(worker)
+        if fell is None or newest is None or fell.incarnation != newest.incarnation:
+            return 0  # It is the one that is answered now, or its predecessor's.
+        return int(fell.round != newest.round)
 
     def asks(self, worker: int, met: int) -> bool:
         """Whether to push now: a meeting is open, or has closed without this worker.
@@ -261,7 +281,8 @@ class Meetings(Center):
             (one.worker, one.steps, one.tokens, one.round, *one.leases)
             for one in self.came
         ]
-        return arrays, {**notes, "came": came}
+        incarnations = [one.incarnation for one in self.came]
+        return arrays, {**notes, "came": came, "incarnations": incarnations}
 
     def waiting_ranges(self) -> set[int]:
         """The ranges of samples of contributions that wait in a meeting."""
@@ -276,10 +297,16 @@ class Meetings(Center):
         rows = arrays.get(self.saved_as)
         for path, saved in (rows or {}).items():
             self.rows[path] = np.concatenate([saved, self.rows[path][len(saved) :]])
-        for worker, steps, tokens, number, *of in notes.get("came", ()):
+        came = notes.get("came", ())
+        incarnations = notes.get("incarnations", [0] * len(came))
+        for (worker, steps, tokens, number, *of), incarnation in zip(
+            came, incarnations, strict=True
+        ):
             if rows is None:  # It waited for another merge.
                 self.dropped.add(worker)
                 continue
             one = Push(worker, number, {}, steps, tokens=tokens, leases=tuple(of))
+            one = one._replace(incarnation=incarnation)
             self.came.append(one)
             self.weights.append(np.asarray(self._weigh(said(one))))
+        self.again, self.fell, self.newest = list(self.came), {}, {}
