@@ -91,6 +91,13 @@ def test_every_page_is_in_the_menu():
     assert sorted(named) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
 
 
+def test_the_guides_are_read_in_two_hours():
+    """Who adds to one takes from another what stands twice. The API is not counted."""
+    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    assert sum(words.values()) <= 27_000, words
+    assert len(words) > 20
+
+
 def _documented():
     """(module or object, its members) of each entry; members None: all of them."""
     for page in API:
