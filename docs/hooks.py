@@ -24,6 +24,10 @@ SEARCHES = {
     "learning rate": ["diverges.md"],
     "gradient compression": ["exchange.md"],
     "straggler": ["decoupled.md"],
+    "federated": ["federated.md"],
+    "fedbuff": ["federated.md"],
+    "lora": ["fine-tuning.md"],
+    "pretrained": ["fine-tuning.md"],
 }
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
