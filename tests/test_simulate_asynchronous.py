@@ -450,7 +450,8 @@ def test_fedbuff():
     """`MultiSteps` is FedBuff's buffer of K, for clients of different values."""
     n, k, rate = 4, 3, 0.5
     values, order = np.arange(n) + 1.0, np.random.default_rng(0).integers(0, n, 90)
-    buffered = oxs.rules.diloco(optax.MultiSteps(optax.sgd(rate), k))
+    buffer = optax.MultiSteps(optax.sgd(rate), k).gradient_transformation()
+    buffered = oxs.rules.diloco(buffer)
     with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
         run = oxs.simulate.asynchronous(
             optax.sgd(0.1),
@@ -463,17 +464,17 @@ def test_fedbuff():
             record="all",
             weigh=lambda at: (1 + at.staleness / k) ** -0.5,
         )
-    server, buffer, arrived, centers = 0.0, 0.0, 0, []
+    server, waiting, arrived, centers = 0.0, 0.0, 0, []
     own, taken = np.zeros(n), np.zeros(n)
     steps, seen = np.zeros(n), np.zeros(n)
     for i in order:
         own[i] -= 0.1 * (own[i] - values[i])
         steps[i] += 1
         if steps[i] % 2 == 0:
-            buffer += (taken[i] - own[i]) / np.sqrt(1 + (arrived - seen[i]) / k)
+            waiting += (taken[i] - own[i]) / np.sqrt(1 + (arrived - seen[i]) / k)
             arrived += 1
             if arrived % k == 0:
-                server, buffer = server - rate * buffer / k, 0.0
+                server, waiting = server - rate * waiting / k, 0.0
             own[i], taken[i], seen[i] = server, server, arrived
         centers.append(server)
     np.testing.assert_allclose(run.center, centers, atol=1e-6)
