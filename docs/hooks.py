@@ -21,9 +21,20 @@ SEARCHES = {
     "out of memory": ["large-models.md"],
     "multi-host": ["runtime.md", "elastic.md"],
     "loss diverges": ["diverges.md"],
-    "learning rate": ["diverges.md"],
+    "learning rate": ["learning-rate.md"],
+    "schedule": ["learning-rate.md"],
     "gradient compression": ["exchange.md"],
     "straggler": ["decoupled.md"],
+    "federated": ["federated.md"],
+    "fedbuff": ["federated.md"],
+    "lora": ["fine-tuning.md"],
+    "pretrained": ["fine-tuning.md"],
+    "reinforcement learning": ["reinforcement-learning.md"],
+    "replay buffer": ["reinforcement-learning.md"],
+    "ema": ["averages.md"],
+    "moving average": ["averages.md"],
+    "gan": ["gan.md"],
+    "discriminator": ["gan.md"],
 }
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

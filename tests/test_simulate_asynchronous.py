@@ -444,3 +444,38 @@ def test_gradients_of_another_precision_change_no_dtype():
         chex.assert_trees_all_equal_dtypes(found, (params, own))
         for leaf in jax.tree.leaves(found[0]):
             np.testing.assert_allclose(2 - np.float32(leaf), 0.3, atol=0.02)
+
+
+def test_fedbuff():
+    """`MultiSteps` is FedBuff's buffer of K, for clients of different values."""
+    n, k, rate = 4, 3, 0.5
+    values, order = np.arange(n) + 1.0, np.random.default_rng(0).integers(0, n, 90)
+    buffer = optax.MultiSteps(optax.sgd(rate), k).gradient_transformation()
+    buffered = oxs.rules.diloco(buffer)
+    with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
+        run = oxs.simulate.asynchronous(
+            optax.sgd(0.1),
+            buffered._replace(mean_over="pushed"),
+            jnp.zeros(()),
+            lambda client, params, event: params - jnp.float32(values)[client],
+            workers=order,
+            num_workers=n,
+            communication_period=2,
+            record="all",
+            weigh=lambda at: (1 + at.staleness / k) ** -0.5,
+        )
+    server, waiting, arrived, centers = 0.0, 0.0, 0, []
+    own, taken = np.zeros(n), np.zeros(n)
+    steps, seen = np.zeros(n), np.zeros(n)
+    for i in order:
+        own[i] -= 0.1 * (own[i] - values[i])
+        steps[i] += 1
+        if steps[i] % 2 == 0:
+            waiting += (taken[i] - own[i]) / np.sqrt(1 + (arrived - seen[i]) / k)
+            arrived += 1
+            if arrived % k == 0:
+                server, waiting = server - rate * waiting / k, 0.0
+            own[i], taken[i], seen[i] = server, server, arrived
+        centers.append(server)
+    np.testing.assert_allclose(run.center, centers, atol=1e-6)
+    assert centers[-1] > 1

@@ -119,3 +119,25 @@ def test_specs_are_those_of_each_network():
         (leaf,) = nets[name]
         placed = params[leaf].sharding.spec, opt_state.center[leaf].sharding.spec
         assert placed == (jax.P(AXIS, *specs[leaf]), specs[leaf]), name
+
+
+def test_steps_of_one_network_alone():
+    """Three steps of one for each of the other: each rule counts its own (a GAN)."""
+    workers = oxs.Workers(N, AXIS)
+    gen, disc = workers.start(((GEN, TX.init(GEN)), (DISC, TX.init(DISC))))
+
+    @workers.step(state=2)
+    def step(own, other):
+        params, state = own
+        return oxs.apply_gradients(TX, params, state, params), other
+
+    for _ in range(2):
+        for _ in range(3):
+            disc, gen = step(disc, gen)
+        gen, disc = step(gen, disc)
+    assert oxs.metrics(gen[1]).rounds == 1
+    assert oxs.metrics(disc[1]).rounds == 3
+    gen, disc = workers.center(gen), workers.center(disc)
+    # The same meetings, of which the second made more, from twice the numbers.
+    assert gen["k"].shape == (3,) and disc["k"].shape == (2, 2)
+    assert float(disc["k"][0, 0]) < 2 * float(gen["k"][0])

@@ -119,6 +119,27 @@ def test_servers_that_wait_for_all_and_samples_run_there_too():
     assert history.count("lost", 1) == 1 and not history.count("uncounted")
 
 
+def test_fedbuff_runs_there_as_in_a_simulation():
+    """`tests/test_simulate_asynchronous.py` has its equations."""
+
+    def train(worker):
+        while worker.local_step < 6:
+            worker.step({"w": -jnp.ones(())})
+
+    buffer = optax.MultiSteps(optax.sgd(1.0), 3).gradient_transformation()
+    rule = oxs.rules.diloco(buffer)._replace(mean_over="pushed")
+    standard = jax.numpy_dtype_promotion("standard")  # which MultiSteps needs
+    with standard, oxs.testing.virtual_cluster():
+        center, history = oxs.runtime.run(
+            train, {"w": jnp.zeros(())}, optax.sgd(1.0), rule, num_workers=2,
+            communication_period=1, weigh=lambda at: (1 + at.staleness / 3) ** -0.5,
+        )  # fmt: skip
+    ages = [event.staleness for event in history.events if event.kind == "push"]
+    assert len(ages) == 12 and max(ages) > 0
+    wanted = sum((1 + age / 3) ** -0.5 for age in ages) / 3
+    assert float(center["w"]) == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "fault, why",
     [

@@ -125,3 +125,31 @@ def test_objects_are_not_mapped_by_hand(on_mesh):
     ):
         with pytest.raises(TypeError, match=f"{name}, .*use oxs.Workers.*nnx.split"):
             mapped(*by_hand.replicate(objects, WORKERS), *batch)
+
+
+def test_only_loras_matrices_are_sent():
+    """docs/fine-tuning.md: what `wrt=` leaves out has no center and stays."""
+    base = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model = nnx.LoRA(3, 1, 2, base_module=base, rngs=nnx.Rngs(1))
+    kernel = np.asarray(base.kernel[...])
+    tx = oxs.local_sgd(optax.adam(0.1), "data", communication_period=2)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    workers = oxs.Workers(WORKERS, "data", mesh=mesh_of({"data": WORKERS}))
+    model, optimizer = workers.start((model, optimizer))
+
+    @workers.step(state=2)
+    def step(model, optimizer, inputs, targets):
+        def loss_of(model):
+            return square_error(model(inputs), targets)
+
+        of = nnx.DiffState(0, nnx.LoRAParam)
+        optimizer.update(model, nnx.grad(loss_of, argnums=of)(model))
+
+    inputs, targets = (x[0].reshape(-1, x.shape[-1]) for x in batches(1))
+    (row,) = oxs.audit.collectives(step, model, optimizer, inputs, targets)
+    assert row.bytes == 4 * (3 * 1 + 1 * 2)
+    for _ in range(4):
+        step(model, optimizer, inputs, targets)
+    tuned = workers.center((model, optimizer))
+    assert np.abs(tuned.lora_b[...]).min() > 0  # zeros before
+    np.testing.assert_array_equal(tuned.base_module.kernel[...], kernel)

@@ -62,7 +62,7 @@ def diloco(
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
-            `None`: one worker with a center of its own.
+            `None`: one worker with a center of its own (SNOO, Lookahead).
         outer: The optimizer that absorbs the pseudo-gradient; `None`: Nesterov SGD
             with learning rate 0.7 and momentum 0.9.
         communication_period: See `center_variable`.
@@ -83,6 +83,8 @@ def diloco(
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
         Models", 2023, arXiv 2311.08105. Charles et al., "Communication-Efficient
         Language Model Training Scales Reliably and Robustly", 2025, arXiv 2503.09799.
+        Of one worker: Kallusky et al., "SNOO: Step-K Nesterov Outer Optimizer", 2025,
+        arXiv 2510.15830.
     """
     return center_variable(
         inner,
