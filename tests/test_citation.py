@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import runtime
 from optx_sync.audit import citation
 from tests.cases import OPTIMIZERS
 from tests.transformations import CENTERS, EXCHANGES, GRAPHS, made
@@ -147,6 +148,9 @@ def test_methods_themselves_and_several_parts():
     found = keys(oxs.simulate.decoupled, oxs.exchange.krum(1), oxs.rules.agn)
     expected = [*own(oxs.simulate.decoupled), *own(oxs.exchange.krum), *own(oxs.agn)]
     assert {*found} - {OPTAX} == {*expected}
+    # Agreements of a run that hold numbers alone.
+    assert keys(runtime.SyncReplicas(3)) == own(oxs.sync_replicas)
+    assert keys(runtime.quorum(2)) == own(oxs.simulate.decoupled)
 
 
 def test_what_is_not_known_is_said_and_what_has_no_program_is_refused():

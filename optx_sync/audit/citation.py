@@ -24,33 +24,32 @@ _FORM = re.compile(
 )
 # What holds no function.
 _VALUES = (str, bytes, int, float, complex, type(None), jax.Array, np.ndarray)
-# A function or class whose docstring has references, and a code object or a class that
-# only it makes use of.
-_Method = Any
-_Mark = Any
+_Method = Any  # a function or class whose docstring has references
+_Mark = Any  # a code object or a class, by which a method is known
 
 
 def citation(*parts: Any) -> str:
     """The BibTeX of the methods that a transformation is made of, and of this library.
 
     Of wrappers, center rules, exchanges, graphs, schedules of periods and optimizers,
-    however deep they stand. They are known by their programs: the functions in `tx` are
-    compiled in those of this library, whose docstrings name the papers. Optax's own
-    transformations have one entry, that of its authors; its pages name their papers.
+    however deep they stand. They are known by their programs: the code of the functions
+    in `tx` is part of a method of this library, whose docstring names its papers.
+    Optax's own transformations have one entry, that of its authors; its pages name
+    their papers.
 
-    An option that is a number leaves nothing to be known by: streaming is cited where
-    `fragments` is `oxs.rules.strided(4)`, and not where it is 4.
+    Options that are numbers or names leave no code to be known by: streaming is cited
+    where `fragments` is `oxs.rules.strided(4)`, and not where it is 4.
 
     Args:
-        *parts: Transformations, or else exchanges, center rules, graphs, and functions
-            of this library, such as `oxs.simulate.decoupled`.
+        *parts: Transformations, or else exchanges, center rules, graphs, agreements of
+            a run, and functions of this library, such as `oxs.simulate.decoupled`.
 
     Returns:
         Entries for a `.bib` file. Functions that are neither of this library nor of
         Optax are named in comments, for you to look up.
 
     Raises:
-        TypeError: There is no function in one of them, as in a state.
+        TypeError: There is no function or method in one of them, as in a state.
 
     Example:
         >>> import optax
@@ -67,10 +66,12 @@ def citation(*parts: Any) -> str:
     """
     marks: dict[_Mark, None] = {}
     functions: list[types.FunctionType] = []
+    owners = _owners()
     for part in parts:
-        before = len(functions)
-        _walk(part, marks, functions)
-        if len(functions) == before:
+        of_part, functions_of_part = _walk(part)
+        marks |= of_part
+        functions += functions_of_part
+        if not (functions_of_part or of_part.keys() & owners.keys()):
             raise TypeError(
                 "citation takes transformations, exchanges, center rules, graphs and "
                 f"functions, in which it finds programs; got {brief(part)}. Write for "
@@ -80,7 +81,6 @@ def citation(*parts: Any) -> str:
     ours, optax = references(inspect.getdoc(citation))
     version = importlib.metadata.version("optx-sync")
     entries = {"optx_sync": ours.bibtex("software", "optx_sync", version=version)}
-    owners = _owners()
     for method in (owners[mark] for mark in marks if mark in owners):
         for one in references(inspect.getdoc(method)):
             entries[one.key] = one.bibtex("misc", one.key)
@@ -165,8 +165,7 @@ def methods() -> Iterator[_Method]:
 
     What stands in a transformation has been imported before.
     """
-    for module in [*sys.modules.values()]:
-        name = getattr(module, "__name__", "")
+    for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] == "optx_sync":
             for thing in [*vars(module).values()]:
                 own = getattr(thing, "__module__", None) == name
@@ -211,10 +210,10 @@ def _made_of(method: _Method, every: Iterable[int]) -> dict[_Mark, None]:
     return marks
 
 
-def _walk(
-    part: Any, marks: dict[_Mark, None], functions: list[types.FunctionType]
-) -> None:
-    """Collect the functions of an object, and the code and the classes in it."""
+def _walk(part: Any) -> tuple[dict[_Mark, None], list[types.FunctionType]]:
+    """The code and the classes in an object, and the functions."""
+    marks: dict[_Mark, None] = {}
+    functions: list[types.FunctionType] = []
     left, seen = [part], {}
     for x in left:  # grows
         # What is seen is held, so that nothing else gets its number.
@@ -243,6 +242,7 @@ def _walk(
             elif isinstance(x, dict):
                 left += x.values()
             left += getattr(x, "__dict__", {}).values()
+    return marks, functions
 
 
 _readable(globals())
