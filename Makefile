@@ -20,7 +20,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test test-all fuzz mutants lint format bench reproduce table links faults storms schedules deaths tpu gpu docs constraints dist try-sdist try-wheel clean
+.PHONY: demo test test-all held-back fuzz mutants lint format bench reproduce table links faults storms schedules deaths tpu gpu docs constraints dist try-sdist try-wheel clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -61,6 +61,13 @@ test-all: $(VENV)/test-installed
 # and the smallest that fails. SECONDS=3600 stops after an hour.
 fuzz: $(VENV)/test-installed
 	$(RUN)/python -m tests.fuzz $(if $(filter command line environment,$(origin SECONDS)),--seconds $(SECONDS))
+
+# Of these NEWEST=1 is to try the newest. pip takes an older one, and says nothing, where
+# another package asks for that.
+WATCHED := jax jaxlib flax optax orbax-checkpoint ray
+held-back: $(VENV)/test-installed
+	said=$$($(RUN)/python -m pip install --dry-run --no-deps --upgrade $(WATCHED)); \
+	code=$$?; echo "$$said"; test $$code = 0 && case "$$said" in *"Would install"*) exit 1;; esac
 
 # Breaks the library in hundreds of places, in a copy, and says which of them no test noticed.
 # ROOM="center state" tries only these rooms.

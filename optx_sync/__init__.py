@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
     from optx_sync import testing as testing
+    from optx_sync.audit.citation import citation as citation
     from optx_sync.workers.workers import Workers as Workers
     from optx_sync.peers import graphs as graphs
     from optx_sync.peers.gossip import gossip as gossip
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 # `runtime` need a library that may not be installed.
 _ELSEWHERE = {
     "Workers": "optx_sync.workers.workers",
+    "citation": "optx_sync.audit.citation",
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
     "noloco": "optx_sync.peers.gossip",
@@ -86,6 +88,7 @@ __all__ = [
     "by_hand",
     "center_params",
     "center_variable",
+    "citation",
     "clip_by_global_norm",
     "cross_shard",
     "diloco",

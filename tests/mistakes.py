@@ -262,6 +262,7 @@ CODE = {
     "Metrics of an optimizer that has none": (
         "workers.metrics(workers.start((params, optax.sgd(0.1).init(params))))"
     ),
+    "The BibTeX of a state": "oxs.citation(opt_state)",
     "A raw random key in the state": (
         'workers.start({"params": params, "key": jax.random.PRNGKey(0)})'
     ),

@@ -42,7 +42,7 @@ OTHERS = {
     "on_values",  # It takes what has no state.
     "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.
     *("apply_gradients", "averaged_params", "center_params", "fingerprint", "localize"),
-    *("metrics", "reduce", "take"),
+    *("citation", "metrics", "reduce", "take"),
 }
 
 

@@ -76,8 +76,8 @@ def strided(number: int) -> Fragments:
         {'layer_0': 0, 'layer_1': 1, 'scanned': array([0, 1, 0, 1, 0])}
 
     References:
-        Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
-        arXiv 2501.18512, section 3.1.
+        Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a
+        Distributed Free Lunch", 2025, arXiv 2501.18512 (section 3.1).
     """
     return _Strided(integer("number", number, "Pass the number of parts."))
 

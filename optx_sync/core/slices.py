@@ -57,7 +57,7 @@ class IndexedSlices(SlicesLeaf):
         >>> (jnp.zeros([4, 2]) + slices)[:, 0].tolist()
         [1.0, 0.0, 2.0, 0.0]
 
-    Reference: ``tf.IndexedSlices``.
+    The original is ``tf.IndexedSlices``.
     """
 
     __slots__ = ("_values", "_words")

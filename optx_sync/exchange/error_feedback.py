@@ -93,8 +93,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         [7. 0.]
 
     References:
-        Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
-        Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
+        Karimireddy, Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other
+        Gradient Compression Schemes", 2019, arXiv 1901.09847. Sarfi et al.,
+        "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv
+        2508.15706 (decay).
     """
     exchange = contract.check_exchange(exchange)
     refuse(exchange, _REFUSED)

@@ -77,8 +77,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         True
 
     References:
-        Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient
-        Compression for Distributed Optimization", arXiv:1905.13727.
+        Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient
+        Compression for Distributed Optimization", 2019, arXiv 1905.13727.
     """
     rank = integer("rank", rank, "The default is 1.")
     interval("(0, inf)", "The default is 2.", min_rate=min_rate)

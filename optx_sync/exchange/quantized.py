@@ -66,10 +66,8 @@ def quantized(
 
     A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
     coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
-    what is smaller than s/2 is biased in every step; below 4 bits feed it back, or
-    rotate.
-    Coding pays off where links are slower than about 10 Gbit/s; within one machine an
-    all-reduce is faster.
+    what is smaller is biased in every step; below 4 bits feed it back, or rotate.
+    Coding pays off where links are slower than about 10 Gbit/s, not within a machine.
 
     Args:
         bits: Bits of a code, 1, 2, 3, 4 or 8.
@@ -100,9 +98,9 @@ def quantized(
         [127.0, 40.0, 0.0, 6.0]
 
     References:
-        Wang et al. 2023, "ZeRO++", arXiv:2306.10209 (qgZ: all-to-all, sum, code again).
-        Lloyd 1982, "Least Squares Quantization in PCM"; Max 1960, "Quantizing for
-        Minimum Distortion".
+        Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant
+        Model Training", 2023, arXiv 2306.10209 (qgZ). Lloyd, "Least Squares
+        Quantization in PCM", 1982. Max, "Quantizing for Minimum Distortion", 1960.
     """
     bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")

@@ -81,7 +81,8 @@ def radial(
         Array([2.121, 2.121], dtype=float32)
 
     References:
-        "Decoupled DiLoCo", 2026, arXiv 2604.21428.
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training",
+        2026, arXiv 2604.21428.
     """
     exchange = check_exchange(exchange, all_reduce())
     if direct is not None:

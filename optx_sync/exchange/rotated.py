@@ -86,9 +86,10 @@ def rotated(
         0.14
 
     References:
-        Suresh et al. 2017, "Distributed Mean Estimation with Limited Communication",
-        arXiv:1611.00429. Vargaftik et al. 2021, "DRIVE", arXiv:2105.08339. Peng et al.
-        2024, "DeMo", arXiv:2411.19870 (DCT).
+        Suresh, Yu, Kumar and McMahan, "Distributed Mean Estimation with Limited
+        Communication", 2017, arXiv 1611.00429. Vargaftik et al., "DRIVE: One-bit
+        Distributed Mean Estimation", 2021, arXiv 2105.08339. Peng, Quesnelle and
+        Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv 2411.19870 (DCT).
     """
     exchange = contract.check_exchange(exchange)
     default = {"hadamard": 256, "dct": 64}.get(basis, 1)

@@ -82,8 +82,9 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         ([1.5, 2.5, 0.0, -3.0], [[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 
     References:
-        Aji, Heafield 2017, "Sparse Communication for Distributed Gradient Descent",
-        arXiv:1704.05021. Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706.
+        Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017,
+        arXiv 1704.05021. Sarfi et al., "Communication Efficient LLM Pre-training with
+        SparseLoCo", 2025, arXiv 2508.15706.
     """
     k = integer("k", k, "The default is 32.")
     chunk = integer("chunk", chunk, "The default is 4096.")

@@ -46,7 +46,8 @@ class Quorum:
         1
 
     References:
-        Decoupled DiLoCo, arXiv 2604.21428.
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training",
+        2026, arXiv 2604.21428.
     """
 
     k: int
@@ -177,7 +178,8 @@ def quorum(
         3
 
     References:
-        Decoupled DiLoCo, arXiv 2604.21428.
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training",
+        2026, arXiv 2604.21428.
     """
     return Quorum(k, grace, cap, merge, patience)
 

@@ -59,7 +59,8 @@ def adadelta(
         >>> round(update.item(), 4), state.slots.accum.item()
         (-1.4142, 1.0)
 
-    Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701.
+    References:
+        Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, arXiv 1212.5701.
     """
     interval("[0, 1]", rho=rho)
     interval("[0, inf)", eps=eps)

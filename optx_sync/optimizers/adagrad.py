@@ -54,8 +54,9 @@ def adagrad(
         >>> update.round(4).tolist(), state.slots.accumulator.tolist()
         ([-0.75, 0.75], [16.0, 16.0])
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, 2011.
+    References:
+        Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
+        Stochastic Optimization", 2011, Journal of Machine Learning Research 12.
     """
     interval("(0, inf)", initial_accumulator_value=initial_accumulator_value)
 

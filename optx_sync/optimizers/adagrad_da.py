@@ -69,8 +69,9 @@ def adagrad_da(
         >>> [round(p, 3) for p in optax.apply_updates(params, updates).tolist()]
         [-0.44, 0.0]
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, 2011.
+    References:
+        Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
+        Stochastic Optimization", 2011, Journal of Machine Learning Research 12.
     """
     initial = initial_gradient_squared_accumulator_value
     interval("(0, inf)", initial_gradient_squared_accumulator_value=initial)

@@ -56,8 +56,9 @@ def adam(
         >>> round(update.item(), 4), round(state.powers.beta1_power.item(), 4)
         (-0.024, 0.81)
 
-    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
-    arXiv:1412.6980, end of section 2.
+    References:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2014, arXiv
+        1412.6980 (end of section 2).
     """
 
     def step(grad, slots, param, at):

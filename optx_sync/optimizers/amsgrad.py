@@ -69,7 +69,9 @@ def amsgrad(
         >>> print(update.round(4), state.slots.v_hat)
         [-0.0802  0.    ] [7. 0.]
 
-    Reference: Reddi, Kale and Kumar, On the Convergence of Adam and Beyond, 2018.
+    References:
+        Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond", 2018, arXiv
+        1904.09237.
     """
     one_of("decay", decay, Literal[True, False])
     interval("[0, 1]", b1=b1, b2=b2)

@@ -62,7 +62,9 @@ def custom_adam(
         >>> state.slots.m[:, 0].tolist()
         [0.25, 0.5]
 
-    Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
+    References:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2014, arXiv
+        1412.6980.
     """
 
     def step(grad, slots, param, at):

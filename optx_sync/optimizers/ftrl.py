@@ -77,7 +77,8 @@ def ftrl(
         >>> [round(p, 3) for p in optax.apply_updates(params, updates).tolist()]
         [-0.331, 0.0, 0.247]
 
-    Reference: McMahan et al., Ad Click Prediction: a View from the Trenches, 2013.
+    References:
+        McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013, KDD.
     """
     interval("(-inf, 0]", learning_rate_power=learning_rate_power)
     interval("[0, inf)", initial_accumulator_value=initial_accumulator_value)

@@ -56,7 +56,11 @@ def grad_variance_scaled(
         -1.0
         -1.0
 
-    Reference: `GradVarianceScaledOptimizer` in RETURNN, `returnn/tf/updater.py`.
+    References:
+        Zeyer, Alkhouli and Ney, "RETURNN as a Generic Flexible Neural Toolkit with
+        Application to Translation and Speech Recognition", 2018, arXiv 1805.05225
+        (`GradVarianceScaledOptimizer` in
+        `returnn/tf/updater.py`).
     """
 
     def step(grad, slots, param, at):

@@ -41,7 +41,9 @@ def gradient_descent(
         >>> optax.apply_updates(params, updates)["table"][:, 0].tolist()
         [1.0, 1.0, 0.5, 1.0]
 
-    Reference: Robbins and Monro, A Stochastic Approximation Method, 1951.
+    References:
+        Robbins and Monro, "A Stochastic Approximation Method", 1951, The Annals of
+        Mathematical Statistics 22.
     """
 
     def step(grad, slots, param, at):

@@ -56,8 +56,9 @@ def momentum(
         -0.75 1.5
         -0.875 1.75
 
-    Reference: Sutskever, Martens, Dahl and Hinton, On the importance of initialization
-    and momentum in deep learning, 2013.
+    References:
+        Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and
+        momentum in deep learning", 2013, ICML.
     """
     interval("(-inf, inf)", momentum=momentum)
 

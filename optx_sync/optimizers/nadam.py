@@ -55,7 +55,8 @@ def nadam(
         >>> print(update.round(4))
         [-0.0175  0.0175]
 
-    Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
+    References:
+        Dozat, "Incorporating Nesterov Momentum into Adam", 2016, ICLR Workshop.
     """
 
     def step(grad, slots, param, at):

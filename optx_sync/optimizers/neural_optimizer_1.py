@@ -65,8 +65,9 @@ def neural_optimizer_1(
         0.5 1.0
         16.0 -3.25
 
-    Reference: Bello, Zoph, Vasudevan and Le, Neural Optimizer Search with Reinforcement
-    Learning, 2017.
+    References:
+        Bello, Zoph, Vasudevan and Le, "Neural Optimizer Search with Reinforcement
+        Learning", 2017, arXiv 1709.07417.
     """
     interval("[0, 1]", b1=b1)
     interval("(-inf, inf)", decrease_factor=decrease_factor)

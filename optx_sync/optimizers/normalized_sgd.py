@@ -45,7 +45,11 @@ def normalized_sgd(
         >>> updates["w"].round(4).tolist(), updates["b"].round(4).tolist()
         ([-3.0, 4.0], [-5.0])
 
-    Reference: `NormalizedSGD` in RETURNN, `returnn/tf/updater.py`.
+    References:
+        Zeyer, Alkhouli and Ney, "RETURNN as a Generic Flexible Neural Toolkit with
+        Application to Translation and Speech Recognition", 2018, arXiv 1805.05225
+        (`NormalizedSGD` in
+        `returnn/tf/updater.py`).
     """
 
     def step(grad, slots, param, at):

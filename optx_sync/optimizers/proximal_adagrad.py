@@ -61,8 +61,11 @@ def proximal_adagrad(
         >>> optax.apply_updates(params, updates).round(4).tolist()
         [2.5, 0.0]
 
-    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
-    and Stochastic Optimization, 2011; Duchi and Singer, 2009.
+    References:
+        Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and
+        Stochastic Optimization", 2011, Journal of Machine Learning Research 12. Duchi
+        and Singer, "Efficient Learning using Forward-Backward Splitting", 2009, NIPS
+        22.
     """
     interval("(0, inf)", initial_accumulator_value=initial_accumulator_value)
     interval("[0, inf)", l1=l1, l2=l2)

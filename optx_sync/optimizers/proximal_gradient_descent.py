@@ -46,8 +46,9 @@ def proximal_gradient_descent(
         >>> optax.apply_updates(params, updates).tolist()
         [1.0, 0.0]
 
-    Reference: Duchi and Singer, Efficient Learning using Forward-Backward Splitting,
-    2009.
+    References:
+        Duchi and Singer, "Efficient Learning using Forward-Backward Splitting", 2009,
+        NIPS 22.
     """
     interval("[0, inf)", l1=l1, l2=l2)
 

@@ -71,8 +71,11 @@ def rmsprop(
         >>> print(update.round(4), state.slots.rms)
         [-1.     -1.8898] [1. 7.]
 
-    Reference: Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5,
-    2012; centered: Graves, arXiv:1308.0850.
+    References:
+        Tieleman and Hinton, "Lecture 6.5, RMSProp: Divide the gradient by a running
+        average of its recent magnitude", 2012, COURSERA: Neural Networks for Machine
+        Learning. Graves, "Generating Sequences With Recurrent Neural Networks", 2013,
+        arXiv 1308.0850 (centered).
     """
     interval("[0, 1]", decay=decay)
     interval("(-inf, inf)", momentum=momentum)

@@ -60,9 +60,9 @@ def next_batch_size(
         256
 
     References:
-        McCandlish, Kaplan, Amodei, "An Empirical Model of Large-Batch Training", 2018,
-        arXiv 1812.06162. Lau, Liu, Kolar, "AdAdaGrad: Adaptive Batch Size Schemes for
-        Adaptive Gradient Methods", 2024, arXiv 2402.11215 (norm test).
+        McCandlish, Kaplan and Amodei, "An Empirical Model of Large-Batch Training",
+        2018, arXiv 1812.06162. Lau, Liu and Kolar, "AdAdaGrad: Adaptive Batch Size
+        Schemes for Adaptive Gradient Methods", 2024, arXiv 2402.11215 (norm test).
     """
     batch_size = integer("batch_size", batch_size, "Pass for example 256.")
     multiple = integer("multiple", multiple, "Pass 1 for none.")

@@ -61,8 +61,8 @@ def qsr(
         >>> tx = oxs.local_sgd(optax.sgd(rate), "workers", communication_period=period)
 
     References:
-        Gu, Lyu, Arora, Zhang, Huang, "A Quadratic Synchronization Rule for Distributed
-        Deep Learning", 2024, arXiv 2310.14423.
+        Gu, Lyu, Arora, Zhang and Huang, "A Quadratic Synchronization Rule for
+        Distributed Deep Learning", 2024, arXiv 2310.14423.
     """
     check_rate(learning_rate)
     base = integer("base", base, "Pass for example 4.")

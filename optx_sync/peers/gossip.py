@@ -165,8 +165,8 @@ def gossip(
 
     one step of `outer` on s_i with that gradient. Without `outer` the result is
     `sum_j W_ij x_j` itself: D-PSGD. A round preserves the mean of all workers, shrinks
-    their disagreement, and is a few `collective-permute` inside a conditional (a
-    grouped all-reduce for `grid`): other steps send nothing.
+    their disagreement, and is a few `collective-permute` (a grouped all-reduce for
+    `grid`); other steps send nothing.
 
     One worker's parameters are not the model: evaluate
     `oxs.by_hand.mean_params(params)`. It computes `params + updates`, so it stands last
@@ -179,7 +179,7 @@ def gossip(
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
         graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
         communication_period: Steps between rounds: an int, or a schedule of the
-            worker's step, read at the step in which a period begins.
+            worker's step, read where a period begins.
         outer: The optimizer that steps the worker's own center; `None`: plain
             averaging. A momentum under which workers would drift apart is refused.
         seed: For random graphs: equal on all workers.
@@ -219,8 +219,9 @@ def gossip(
         Array([-2.25, -0.75], dtype=float32)
 
     References:
-        Lian et al. 2017, arXiv 1705.09056. Boyd et al., "Randomized gossip algorithms",
-        2006.
+        Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A
+        Case Study for Decentralized Parallel Stochastic Gradient Descent", 2017, arXiv
+        1705.09056. Boyd et al., "Randomized gossip algorithms", 2006.
     """
     call = "oxs.gossip(optax.sgd(0.1), 'workers', graph=oxs.graphs.ring())"
     inner = check_inner(inner, call)

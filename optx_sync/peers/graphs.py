@@ -128,7 +128,7 @@ def exponential() -> Graph:
         True
 
     References:
-        Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for
+        Ying, Yuan, Chen, Hu, Pan and Yin, "Exponential Graph is Provably Efficient for
         Decentralized Deep Training", 2021, arXiv 2110.13363.
     """
 
@@ -151,6 +151,10 @@ def random_pairs() -> Graph:
         >>> import optx_sync as oxs
         >>> [r.takes[0].source for r in oxs.graphs.random_pairs().rounds(4)]
         [(3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2)]
+
+    References:
+        Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for
+        Large Models", 2025, arXiv 2506.10911.
     """
 
     def rounds(n: int) -> tuple[GraphRound, ...]:
@@ -181,8 +185,9 @@ def grid(m: int) -> Graph:
         ((0, 2), (1, 3))
 
     References:
-        Ryabinin, Gorbunov, Plokhotnyuk, Pekhimenko, "Moshpit SGD", 2021, arXiv
-        2103.03239.
+        Ryabinin, Gorbunov, Plokhotnyuk and Pekhimenko, "Moshpit SGD:
+        Communication-Efficient Decentralized Training on Heterogeneous Unreliable
+        Devices", 2021, arXiv 2103.03239.
     """
     integer("m", m, "Write for example oxs.graphs.grid(4).", least=2)
 

@@ -62,8 +62,8 @@ def clip_by_global_norm(
                [-0.6, -0.8]], dtype=float32)
 
     References:
-        Pascanu et al., "On the difficulty of training recurrent neural networks", 2013,
-        https://arxiv.org/abs/1211.5063.
+        Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural
+        networks", 2013, arXiv 1211.5063.
     """
     mend = "Pass for example max_norm=1.0."
     checks.interval("(0, inf]", mend, max_norm=max_norm)

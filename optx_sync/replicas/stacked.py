@@ -104,7 +104,8 @@ def stacked(
         (["['a']"], (2, 2))
 
     References:
-        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
+        https://kellerjordan.github.io/posts/muon.
     """
     inner = checks.check_inner(inner, _CALL)
     places = _Places(_check_spec(spec), spec)

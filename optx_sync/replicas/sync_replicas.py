@@ -269,6 +269,10 @@ def sync_replicas(
         >>> params, used = jax.vmap(step, axis_name="data")(gradients, in_time)
         >>> params[0].tolist(), used.tolist()
         ([-1.0, -2.0], [True, False, True])
+
+    References:
+        Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous
+        SGD", 2016, arXiv 1604.00981.
     """
     inner = checks.check_inner(inner, _CALL)
     collectives.check_axis_name(axis_name)

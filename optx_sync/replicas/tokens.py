@@ -73,6 +73,10 @@ class SyncReplicas:
         >>> from optx_sync.runtime import SyncReplicas
         >>> SyncReplicas(3, total_num_replicas=4).num_tokens
         -1
+
+    References:
+        Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous
+        SGD", 2016, arXiv 1604.00981.
     """
 
     replicas_to_aggregate: int

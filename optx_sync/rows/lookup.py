@@ -43,7 +43,7 @@ def take(table: Tree, ids: slices.Numbers) -> jax.Array:
         >>> oxs.take(jnp.arange(8.0).reshape(4, 2), jnp.array([[3], [0]])).tolist()
         [[[6.0, 7.0]], [[0.0, 1.0]]]
 
-    Reference: ``tf.nn.embedding_lookup``.
+    The original is ``tf.nn.embedding_lookup``.
     """
     if isinstance(table, _GatheredRows):
         return table.look_up(ids)

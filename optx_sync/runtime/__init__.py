@@ -17,6 +17,7 @@ from optx_sync.runtime.group import GroupConnection as GroupConnection
 from optx_sync.runtime.messages import Event as Event
 from optx_sync.runtime.messages import Joined as Joined
 from optx_sync.runtime.messages import JoinedPart as JoinedPart
+from optx_sync.runtime.messages import Pending as Pending
 from optx_sync.runtime.messages import Push as Push
 from optx_sync.runtime.messages import PushRefused as PushRefused
 from optx_sync.runtime.messages import Reply as Reply

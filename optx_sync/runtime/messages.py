@@ -126,11 +126,17 @@ class Reply(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The answer to a push that was sent: a call waits for the `Reply`."""
+    """The answer to a push that was sent: a call waits for the `Reply`.
+
+    Attributes:
+        wait: `() -> Reply`; raises `PushRefused` if the push was refused.
+        is_there: `() -> bool`, whether a call returns at once.
+        hand_in: `() -> None`, waits until the server has the push.
+    """
 
     wait: Callable[[], Reply]
-    is_there: Callable[[], bool] = lambda: True  # whether a call returns at once
-    hand_in: Callable[[], None] = lambda: None  # waits until the server has the push
+    is_there: Callable[[], bool] = lambda: True
+    hand_in: Callable[[], None] = lambda: None
 
     def __call__(self) -> Reply:
         """Wait for it; raises `PushRefused` if the push was refused."""

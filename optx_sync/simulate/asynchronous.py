@@ -225,7 +225,7 @@ def asynchronous(
         (['1.81', '1.81'], 60)
 
     References:
-        Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
+        Dean et al., "Large Scale Distributed Deep Networks", 2012, NIPS 25 (DOWNPOUR).
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.rules.local_sgd(), ...)"
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")

@@ -187,7 +187,8 @@ def clock(
         '65%, 67%'
 
     References:
-        Decoupled DiLoCo, arXiv 2604.21428.
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training",
+        2026, arXiv 2604.21428.
     """
     num_workers = check_number(seconds, num_workers)
     interval("(0, inf)", "It is in seconds.", until=until)

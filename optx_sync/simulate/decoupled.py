@@ -214,7 +214,8 @@ def decoupled(
         '0.99, 67%'
 
     References:
-        Decoupled DiLoCo, arXiv 2604.21428.
+        Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training",
+        2026, arXiv 2604.21428.
     """
     call = "oxs.simulate.decoupled(optax.sgd(0.1), oxs.rules.diloco(), ...)"
     meet = check_meet(meet)

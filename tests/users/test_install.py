@@ -61,6 +61,13 @@ def test_groups_are_what_make_installs():
         assert list(asked_for(extras.split(",")))
 
 
+def test_the_weekly_run_watches_what_the_tests_are_made_with():
+    (watched,) = re.findall(r"^WATCHED := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    asked = {one.name for one in asked_for(["test"])}
+    assert {*watched.split()} - {"jaxlib"} <= asked  # which jax asks for
+    assert {"jax", "flax", "optax", "orbax-checkpoint", "ray"} <= {*watched.split()}
+
+
 @pytest.mark.parametrize("version", PYTHONS)
 def test_versions_that_were_tried_are_of_all_that_make_installs(version):
     """One version of each, which the project takes, and no place to get it from."""

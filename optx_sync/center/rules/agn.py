@@ -106,8 +106,8 @@ def agn(
         Array(0, dtype=int32)
 
     References:
-        Hermans, Spanakis, Moeckel, "Accumulated Gradient Normalization", 2017, arXiv
-        1710.02368. TensorFlow 1.15, `tf.contrib.opt.AGNOptimizer`.
+        Hermans, Spanakis and Moeckel, "Accumulated Gradient Normalization", 2017, arXiv
+        1710.02368.
     """
     if outer is None and accumulate == "gradients":
         outer = inner

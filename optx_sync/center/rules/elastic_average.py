@@ -171,8 +171,8 @@ def elastic_average(
         Array([1., 1., 1.], dtype=float32)
 
     References:
-        Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", 2015,
-        arXiv 1412.6651. TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer`.
+        Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015,
+        arXiv 1412.6651.
     """
     rule = elastic_rule(moving_rate=moving_rate, rho=rho, learning_rate=learning_rate)
     if num_workers is not None:

@@ -60,7 +60,7 @@ def clipped(
         Array([-3., -3., -3.], dtype=float32)
 
     References:
-        Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust
+        Karimireddy, He and Jaggi, "Learning from History for Byzantine Robust
         Optimization", 2020, arXiv 2012.10333.
     """
     if not (isinstance(to, str) and to == "median"):

@@ -34,7 +34,7 @@ def median() -> Exchange:
         Array([-2., -2., -2.], dtype=float32)
 
     References:
-        Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning:
+        Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning:
         Towards Optimal Statistical Rates", 2018, arXiv 1803.01498.
     """
 
@@ -73,7 +73,7 @@ def trimmed_mean(f: int) -> Exchange:
         Array([-3., -3., -3., -3.], dtype=float32)
 
     References:
-        Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning:
+        Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning:
         Towards Optimal Statistical Rates", 2018, arXiv 1803.01498.
     """
     f = integer("f", f, "Write for example oxs.exchange.trimmed_mean(1).", least=0)
@@ -123,7 +123,7 @@ def sign_majority() -> Exchange:
         Array([-0.5, -0.5, -0.5], dtype=float32)
 
     References:
-        Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is
+        Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD with Majority Vote is
         Communication Efficient and Fault Tolerant", 2018, arXiv 1810.05291.
     """
 

@@ -74,8 +74,8 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
         True
 
     References:
-        Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", 2019,
-        arXiv 1912.13445.
+        Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning",
+        2019, arXiv 1912.13445.
     """
     mend = "Write for example oxs.exchange.geometric_median(8)."
     steps = integer("steps", steps, mend)
@@ -133,7 +133,7 @@ def krum(
         Array([-2., -2., -2., -2., -2.], dtype=float32)
 
     References:
-        Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries:
+        Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries:
         Byzantine Tolerant Gradient Descent", 2017, arXiv 1703.02757.
     """
     f = integer("f", f, "Write for example oxs.exchange.krum(1).", least=0)
