@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized means: codes of 1 to 8 bits, with scales, in two hops."""
+"""Quantized means: codes of 1 to 16 bits in two hops."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
@@ -20,13 +20,14 @@ from optx_sync.exchange.contract import Code, Exchange, Met
 
 Weight: TypeAlias = Float[Array, ""]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
+_BLOCK = 256
 
 
 def quantized(
     bits: int = 8,
-    block: int = 256,
+    block: int = _BLOCK,
     *,
-    code: Literal["linear", "lloyd"] | None = None,
+    code: Literal["linear", "lloyd", "bfloat16"] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
     r"""Gradient compression to codes of 1 to 8 bits, which travel in two hops.
@@ -107,7 +108,7 @@ def quantized(
     bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
-    kind = code or ("linear" if bits in (4, 8) else "lloyd")
+    kind = code or {4: "linear", 8: "linear", 16: "bfloat16"}.get(bits, "lloyd")
     coder = _Coder(bits, block, bucket_bytes, kind)
     refuse(coder, _REFUSED)
 
@@ -244,7 +245,9 @@ class _Coder(NamedTuple):
         codes = buffers.unpack(packed.reshape(len(sent), -1, more), self.bits, count)
         scales = buffers.from_bytes(scales[:, : 4 * blocks], jnp.float32).astype(dtype)
         return kind.read(
-            codes.reshape(-1, blocks, length), scales[..., None], self.bits
+            codes.reshape(-1, blocks, length),
+            scales.reshape(len(sent), blocks, -1),
+            self.bits,
         )
 
     def to_owners(
@@ -290,7 +293,8 @@ class _Coder(NamedTuple):
 
     def _scale_bytes(self, blocks: int) -> int:
         """The bytes of the scales of a piece, which end with a line of a message."""
-        return 4 * blocks + (-4 * blocks % pieces.LINE if self._many(blocks) else 0)
+        size = 4 * blocks * KINDS[self.kind].scales
+        return size + (-size % pieces.LINE if self._many(blocks) else 0)
 
     @property
     def _full(self) -> float:
@@ -301,8 +305,13 @@ class _Coder(NamedTuple):
 _REFUSED: Refused[_Coder] = (
     (
         lambda o: o.kind not in KINDS or o.bits not in KINDS[o.kind].bits,
-        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits) or "
-        "'lloyd' (1, 2, 3 or 4); got bits={0.bits} and code={0.kind!r}. Leave code "
-        "out, and it is one that these bits have.",
+        "bits must be 1, 2, 3, 4, 8 or 16, and code 'linear' (2, 3, 4 or 8 bits), "
+        "'lloyd' (1, 2, 3 or 4) or 'bfloat16' (16); got bits={0.bits} and "
+        "code={0.kind!r}. Leave code out, and it is one that these bits have.",
+    ),
+    (
+        lambda o: not KINDS[o.kind].scales and o.block != _BLOCK,
+        "{0.bits} bits need no scale, so no block shares one; got block={0.block}. "
+        "Leave block out.",
     ),
 )
