@@ -101,7 +101,8 @@ def test_sixteen_bits_are_rounded_when_they_are_sent_and_summed_in_float32(
     rng: Any = np.random.default_rng(replicas)
     exchange: Any = quantized(16)
     x = rng.integers(-(2**15), 2**15, (replicas, 1001)).astype(dtype)
-    weights = np.resize(np.float32([0, 1, 3, 4] if weighted else 1), replicas)
+    weights = np.resize([0, 1, 3, 4] if weighted else 1, replicas)
+    weights = weights.astype(np.float32)
 
     def meet(x, weight):
         met = exchange.meet(x, (), AXIS, weight=weight if weighted else None)
