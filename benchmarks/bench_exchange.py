@@ -24,6 +24,7 @@ FULL = {"sizes": (1 << 20, 1 << 22, 1 << 24), "turns": 30}
 SHORT = {"sizes": (1 << 14, 1 << 16), "turns": 3}
 WAYS = "coding", "decoding"
 CODES = {
+    "16 bit": oxs.exchange.quantized(bits=16),
     "8 bit": oxs.exchange.quantized(bits=8),
     "4 bit": oxs.exchange.quantized(bits=4),
     "4 bit, feedback": oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),

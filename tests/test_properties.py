@@ -35,8 +35,9 @@ TRIED: collections.Counter[str] = collections.Counter()
 EXCHANGES: dict[str, oxs.exchange.Exchange] = {
     code: eval(code, vars(oxs.exchange))
     for code in (
-        "all_reduce() all_reduce('bfloat16') quantized() quantized(4,7) top_k(2,50) "
-        "rotated(quantized(1,8),'hadamard',8) rotated(top_k(3,5),'dct',4) "
+        "all_reduce() all_reduce('bfloat16') quantized() quantized(4,7) "
+        "quantized(16) top_k(2,50) rotated(quantized(1,8),'hadamard',8) "
+        "rotated(top_k(3,5),'dct',4) "
         "quantized(2,7) top_k(3,5,2) power_sgd() power_sgd(2,1) "
         "error_feedback(all_reduce()) "
         "error_feedback(quantized(4),0.5) error_feedback(top_k(1,4)) "

@@ -24,6 +24,7 @@ fed = exchange.error_feedback
 CODES = {
     "all_reduce": (exchange.all_reduce(), 1e-6),
     "4 bits, fed back": (fed(exchange.quantized(bits=4)), 0.35),
+    "16 bits": (exchange.quantized(16), 0.008),
     "8 bits": (exchange.quantized(), 0.02),
     "2 bits, rotated": (fed(exchange.rotated(exchange.quantized(2))), None),
     "top_k": (fed(exchange.top_k(8, 16)), None),

@@ -88,6 +88,7 @@ AGN, ADAM = optax.sgd(0.05, 0.9), oxs.optimizers.adam(0.1, b1=0.5)
         (oxs.rules.agn(ADAM), {"inner": ADAM}),  # whose powers all share
         (DILOCO, {"weigh": lambda at: at.num_pushed % 3 > 0}),
         (DILOCO, {"exchange": oxs.exchange.error_feedback(oxs.exchange.top_k(5))}),
+        (DILOCO, {"exchange": oxs.exchange.quantized(16)}),
     ],
 )
 def test_meetings_of_one_are_asynchronous(rule, options):

@@ -18,7 +18,7 @@ SCHEDULED = optax.sgd(optax.linear_schedule(0.1, 0.0, 100), momentum=0.5)
 
 EXCHANGES: dict[str, list[oxs.exchange.Exchange]] = {
     "all_reduce": [ex.all_reduce(), ex.all_reduce("bfloat16")],
-    "quantized": [ex.quantized(), ex.quantized(4)],
+    "quantized": [ex.quantized(), ex.quantized(4), ex.quantized(16)],
     "rotated": [ex.error_feedback(ex.rotated(ex.quantized(1, 32), block=32))],
     "top_k": [ex.top_k(), ex.error_feedback(ex.top_k(64, bits=2))],
     "power_sgd": [ex.error_feedback(ex.power_sgd(2))],

@@ -20,7 +20,6 @@ from optx_sync.comm.collectives import varying_axes
 from optx_sync.core.shapes import Array, Num, Shaped, UInt8
 from optx_sync.core.trees import at_least_float32
 
-Octets: TypeAlias = UInt8[Array, "... bytes"]
 # An array or a `jax.ShapeDtypeStruct`, whose attributes type checkers do not know.
 Like: TypeAlias = Any
 # Default size of a joined array: enough to saturate a link, and more than XLA combines
@@ -164,15 +163,16 @@ def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     return jnp.moveaxis(cut, 1, -1)
 
 
-def pack(
-    codes: UInt8[Array, "... codes more"], bits: int
-) -> UInt8[Array, "... _ more"]:
-    """Pack n codes of 1 to 4 or 8 bits into n bits / 8 bytes, on the last axis but one.
+def pack(codes: Num[Array, "... codes more"], bits: int) -> UInt8[Array, "... _ more"]:
+    """Pack n codes of 1 to 4, 8 or 16 bits into bytes, on the last axis but one.
 
     A byte holds codes that are far apart, so that reads and writes are contiguous, and
     arrays keep their last axis, so that XLA need not move them on TPUs. What is missing
-    to whole bytes is 0. Of 3 bits the lower two are packed, then the third.
+    to whole bytes is 0. Of 3 bits the lower two are packed, then the third; of 16 the
+    lower byte, then the upper one.
     """
+    if bits == 16:
+        return to_bytes(codes, axis=-2)
     if bits == 3:
         return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-2)
     per, (*before, count, more) = 8 // bits, codes.shape
@@ -186,8 +186,10 @@ def pack(
 
 def unpack(
     packed: UInt8[Array, "... bytes more"], bits: int, count: int
-) -> UInt8[Array, "... {count} more"]:
+) -> Num[Array, "... {count} more"]:
     """The inverse of `pack`: `count` codes along the last axis but one."""
+    if bits == 16:
+        return from_bytes(packed, jnp.uint16, axis=-2)
     if bits == 8:
         return packed
     if bits == 3:
@@ -205,8 +207,8 @@ def _places(bits: int, axes: int) -> np.ndarray:
     return places.reshape(*[1] * (axes - 3), -1, 1, 1)
 
 
-def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
-    """The bytes of the numbers, along the last axis: all first ones, all second ones.
+def to_bytes(x: Num[Array, "..."], axis: int = -1) -> UInt8[Array, "..."]:
+    """The bytes of the numbers, along an axis: all first ones, all second ones.
 
     So they lie side by side as the numbers do: a short axis of the bytes of a number
     is one that XLA fills up to 128 on TPUs.
@@ -214,13 +216,15 @@ def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
     size = x.dtype.itemsize
     words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}")
     octets = [(words >> (8 * n)).astype(jnp.uint8) for n in range(size)]
-    return jnp.concatenate(octets, axis=-1)
+    return jnp.concatenate(octets, axis=axis)
 
 
-def from_bytes(octets: Octets, dtype: DTypeLike) -> Num[Array, "... numbers"]:
+def from_bytes(
+    octets: UInt8[Array, "..."], dtype: DTypeLike, axis: int = -1
+) -> Num[Array, "..."]:
     """The inverse of `to_bytes`."""
     size = jnp.dtype(dtype).itemsize
-    words = jnp.split(octets.astype(f"uint{8 * size}"), size, axis=-1)
+    words = jnp.split(octets.astype(f"uint{8 * size}"), size, axis=axis)
     whole = functools.reduce(
         jnp.bitwise_or, [word << (8 * n) for n, word in enumerate(words)]
     )

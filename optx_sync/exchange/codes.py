@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the numbers of a block become codes of few bits, and become numbers again.
 
-Beside the codes travels a float32 of each block, its scale. Where a number of the block
-is not finite it is NaN, and so is all that is decoded. Padding, which is not `there`,
-is 0 and must not change what a block becomes.
+Beside the codes of few bits travels a float32 of each block, its scale. Where a number
+of the block is not finite it is NaN, and so is all that is decoded. Padding, which is
+not `there`, is 0 and must not change what a block becomes.
 """
 
 import itertools
@@ -16,11 +16,12 @@ import numpy as np
 
 from optx_sync.comm.norms import unit_of
 from optx_sync.comm.reduce import or_one
-from optx_sync.core.shapes import Array, Bool, Float, UInt8
+from optx_sync.core.shapes import Array, Bool, Float, Num
+from optx_sync.core.trees import round_to
 
 Blocks: TypeAlias = Float[Array, "pieces blocks block"]
-Codes: TypeAlias = UInt8[Array, "pieces blocks block"]
-Scales: TypeAlias = Float[Array, "pieces blocks 1"]
+Codes: TypeAlias = Num[Array, "pieces blocks block"]  # uint8; of 16 bits uint16
+Scales: TypeAlias = Float[Array, "pieces blocks scales"]
 There: TypeAlias = Bool[Array, "pieces blocks block"]
 Made: TypeAlias = tuple[Codes, Scales]
 
@@ -31,6 +32,7 @@ class CodeKind(NamedTuple):
     bits: tuple[int, ...]  # how many a code may have
     code: Callable[[Blocks, There, int], Made]
     read: Callable[[Codes, Scales, int], Blocks]
+    scales: int = 1  # of a block
 
 
 def _linear(x: Blocks, there: There, bits: int) -> Made:
@@ -125,7 +127,20 @@ def _sums(*arrays: Blocks) -> list[Float[Array, "pieces blocks 1"]]:
     return [x[..., None] for x in sums]
 
 
+def _bfloat16(x: Blocks, there: There, bits: int) -> Made:
+    """The nearest numbers of bfloat16, which need no scale."""
+    codes = jax.lax.bitcast_convert_type(
+        round_to(x, jnp.bfloat16).astype(jnp.bfloat16), jnp.uint16
+    )
+    return codes, jnp.zeros((*x.shape[:-1], 0), jnp.float32)
+
+
+def _read_bfloat16(codes: Codes, scales: Scales, bits: int) -> Blocks:
+    return jax.lax.bitcast_convert_type(codes, jnp.bfloat16).astype(scales.dtype)
+
+
 KINDS = {
     "linear": CodeKind((2, 3, 4, 8), _linear, _read_linear),
     "lloyd": CodeKind((1, 2, 3, 4), _lloyd, _read_lloyd),
+    "bfloat16": CodeKind((16,), _bfloat16, _read_bfloat16, scales=0),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized means: codes of 1 to 8 bits, with scales, in two hops."""
+"""Quantized means: codes of 1 to 16 bits in two hops."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
@@ -20,24 +20,25 @@ from optx_sync.exchange.contract import Code, Exchange, Met
 
 Weight: TypeAlias = Float[Array, ""]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
+_BLOCK = 256
 
 
 def quantized(
     bits: int = 8,
-    block: int = 256,
+    block: int = _BLOCK,
     *,
-    code: Literal["linear", "lloyd"] | None = None,
+    code: Literal["linear", "lloyd", "bfloat16"] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Exchange:
-    r"""Gradient compression to codes of 1 to 8 bits, which travel in two hops.
+    r"""Gradient compression to codes of 1 to 16 bits, which travel in two hops.
 
     A buffer x of D numbers is cut into a piece for each of the N replicas. Each piece
-    is coded in blocks of B numbers, with b bits each. `code="linear"`:
+    is coded in blocks of B numbers, b bits each. `code="linear"`:
 
     .. math::
 
-        m = 2^{b-1} - 1, \quad s = \frac{\max |x|}{m}, \quad
-        q = \text{round}\Big(\frac{x}{s}\Big), \quad C(x) = s\, q
+        s = \frac{\max |x|}{2^{b-1} - 1}, \qquad
+        C(x) = s\, \text{round}\Big(\frac{x}{s}\Big)
 
     Replica j gets everybody's codes of piece j, sums the decoded numbers in float32
     (float64 for float64 leaves), and codes their mean again; these codes go to all:
@@ -60,42 +61,45 @@ def quantized(
     Of such numbers 1, 2, 3 and 4 bits lose .363, .117, .035 and .0095 of the square;
     `rotated` makes nearly any numbers so. No level is 0.
 
-    All replicas decode the same bits, so their means are equal. All leaves of a bucket
-    travel in two collectives, codes, scales and weights together as bytes: per replica
-    2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D for an all-reduce of float32.
+    16 bits: C(x) is the nearest bfloat16, without scale. That rounds twice, whatever N
+    is, where `all_reduce(jnp.bfloat16)` rounds at each hop of a ring (Megatron-LM's
+    `reduce_scatter_with_fp32_accumulation`).
 
-    A NaN or infinity travels in the scale: the mean of its whole block is NaN. A linear
-    coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
-    what is smaller is biased in every step; below 4 bits feed it back, or rotate.
-    Coding pays off where links are slower than about 10 Gbit/s, not within a machine.
+    All replicas decode the same bits, so their means are equal. Leaves of a bucket
+    travel in two collectives, codes, scales and weights as bytes: per replica
+    2 (N-1)/N D (b/8 + 4/B), against 8 (N-1)/N D for an all-reduce of float32.
+
+    A NaN or infinity travels in the scale: the mean of its block is NaN (16 bits: it
+    arrives itself). A linear coding errs by at most s/2. Without `error_feedback` what
+    is smaller than s/2 is biased in every step; below 4 bits feed it back, or rotate.
 
     Args:
-        bits: Bits of a code, 1, 2, 3, 4 or 8.
-        block: Numbers that share a scale, 1 or more.
-        code: "linear" (2 bits or more) or "lloyd" (1 to 4). `None`: linear for 4 and 8
-            bits, lloyd for fewer.
-        bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
-            stands alone.
+        bits: Bits of a code, 1, 2, 3, 4, 8 or 16.
+        block: Numbers that share a scale; not of 16 bits.
+        code: "linear" (2, 3, 4, 8 bits), "lloyd" (1 to 4) or "bfloat16" (16). `None`:
+            linear for 4 and 8 bits, lloyd below.
+        bucket_bytes: Leaves are joined until they fill so many; a larger one is alone.
 
     Returns:
         A linear exchange of dense real floating leaves, which remembers nothing.
 
     Raises:
-        ValueError: `bits` or `code` is none of these, or no such code has so many bits;
-            `block` or `bucket_bytes` is below 1; at the call, a leaf that is row-sparse
-            or does not vary over the axis.
-        TypeError: `bits`, `block` or `bucket_bytes` is no integer; at the call, a leaf
-            that is not floating.
+        ValueError: `bits` with this `code` is none of these; `block` or `bucket_bytes`
+            is below 1, or there is a `block` of 16 bits; at the call, a leaf is
+            row-sparse or does not vary over the axis.
+        TypeError: One of them is no integer; at the call, a leaf is not floating.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> exchange = oxs.exchange.quantized(bits=8)
-        >>> def mean(x):
-        ...     return exchange.meet(x, exchange.init(x), "pods").mean
-        >>> x = jnp.array([[127.0, 40.2, 0.0, 8.0], [127.0, 40.4, 0.0, 4.0]])
-        >>> jax.jit(jax.vmap(mean, axis_name="pods"))(x)[0].tolist()
-        [127.0, 40.0, 0.0, 6.0]
+        >>> x = jnp.array([[127.0, 40.2, 8.0], [127.0, 40.3, 4.0]])
+        >>> for bits in (8, 16):
+        ...     exchange = oxs.exchange.quantized(bits)
+        ...     def mean(x):
+        ...         return exchange.meet(x, (), "pods").mean
+        ...     jax.jit(jax.vmap(mean, axis_name="pods"))(x)[0].tolist()
+        [127.0, 40.0, 6.0]
+        [127.0, 40.25, 6.0]
 
     References:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant
@@ -105,7 +109,7 @@ def quantized(
     bits = integer("bits", bits, "The default is 8.")
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
-    kind = code or ("linear" if bits in (4, 8) else "lloyd")
+    kind = code or {4: "linear", 8: "linear", 16: "bfloat16"}.get(bits, "lloyd")
     coder = _Coder(bits, block, bucket_bytes, kind)
     refuse(coder, _REFUSED)
 
@@ -242,7 +246,9 @@ class _Coder(NamedTuple):
         codes = buffers.unpack(packed.reshape(len(sent), -1, more), self.bits, count)
         scales = buffers.from_bytes(scales[:, : 4 * blocks], jnp.float32).astype(dtype)
         return kind.read(
-            codes.reshape(-1, blocks, length), scales[..., None], self.bits
+            codes.reshape(-1, blocks, length),
+            scales.reshape(len(sent), blocks, -1),
+            self.bits,
         )
 
     def to_owners(
@@ -288,7 +294,8 @@ class _Coder(NamedTuple):
 
     def _scale_bytes(self, blocks: int) -> int:
         """The bytes of the scales of a piece, which end with a line of a message."""
-        return 4 * blocks + (-4 * blocks % pieces.LINE if self._many(blocks) else 0)
+        size = 4 * blocks * KINDS[self.kind].scales
+        return size + (-size % pieces.LINE if self._many(blocks) else 0)
 
     @property
     def _full(self) -> float:
@@ -299,8 +306,13 @@ class _Coder(NamedTuple):
 _REFUSED: Refused[_Coder] = (
     (
         lambda o: o.kind not in KINDS or o.bits not in KINDS[o.kind].bits,
-        "bits must be 1, 2, 3, 4 or 8, and code 'linear' (2, 3, 4 or 8 bits) or "
-        "'lloyd' (1, 2, 3 or 4); got bits={0.bits} and code={0.kind!r}. Leave code "
-        "out, and it is one that these bits have.",
+        "bits must be 1, 2, 3, 4, 8 or 16, and code 'linear' (2, 3, 4 or 8 bits), "
+        "'lloyd' (1, 2, 3 or 4) or 'bfloat16' (16); got bits={0.bits} and "
+        "code={0.kind!r}. Leave code out, and it is one that these bits have.",
+    ),
+    (
+        lambda o: not KINDS[o.kind].scales and o.block != _BLOCK,
+        "{0.bits} bits need no scale, so no block shares one; got block={0.block}. "
+        "Leave block out.",
     ),
 )

@@ -40,6 +40,7 @@ EXCHANGES = {
     "mean": None,
     "radial": oxs.exchange.radial(),
     "penalised": oxs.exchange.penalized(),
+    "16 bits": oxs.exchange.quantized(bits=16),
     "4 bits": oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
 }
 
@@ -127,6 +128,14 @@ CASES = {
     "local SGD, measured": ("local_sgd", "mean", 1, False, False, {"measure": True}),
     "averages": ("diloco", "mean", 1, False, False, {"inner_state": "average"}),
     "resets": ("elastic", "mean", 1, False, False, {"inner_state": "reset"}),
+    "pieces, overlap, parts, 16 bits": (
+        "diloco",
+        "16 bits",
+        2,
+        True,
+        True,
+        {"shard_state": True},
+    ),
     "watched": ("diloco", "4 bits", 1, False, True, WATCHED),
     "watched, parts": ("elastic", "mean", 2, False, False, WATCHED),
     "watched, overlap": ("diloco", "radial", 2, True, True, WATCHED),

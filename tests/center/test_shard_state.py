@@ -125,6 +125,7 @@ def test_the_numbers_are_those_of_a_whole_state(context):
 CODES: dict[str, Any] = {
     "8 bits": (8, {}),
     "8 bits, in parts": (8, {"fragments": 2}),
+    "16 bits, late": (16, {"overlap": True}),
     "4 bits, late": (4, {"overlap": True, "drop_nonfinite": True, "measure": True}),
 }
 
@@ -135,6 +136,7 @@ CODES: dict[str, Any] = {
         ("vmap_axes", "8 bits"),
         ("shard_map", "4 bits, late"),
         ("shard_map_axes", "8 bits, in parts"),
+        ("shard_map", "16 bits, late"),
     ],
 )
 def test_codes_go_up_and_the_move_comes_back_whole(context, name):

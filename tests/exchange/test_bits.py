@@ -71,15 +71,54 @@ def test_levels_are_the_means_of_the_normal_numbers_nearest_to_them():
         )
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 16])
 def test_what_is_packed_is_unpacked(bits):
     rng = np.random.default_rng(0)
     for count in (0, 1, 7, 8, 9, 64):
-        codes = jnp.asarray(rng.integers(0, 2**bits, (3, count, 5)), jnp.uint8)
+        codes = jnp.asarray(
+            rng.integers(0, 2**bits, (3, count, 5)), f"uint{max(bits, 8)}"
+        )
         packed = pack(codes, bits)
         assert packed.shape[1] <= -(-count * bits // 8) + (bits == 3)
         assert packed.shape[::2] == codes.shape[::2]
         np.testing.assert_array_equal(unpack(packed, bits, count), codes)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("replicas", [4, 8])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sixteen_bits_are_rounded_when_they_are_sent_and_summed_in_float32(
+    dtype, replicas, weighted
+):
+    """Of integers, whose sums float32 holds in whatever order they are added.
+
+    The divisors are powers of two: XLA multiplies by the inverse of a scalar, rounded.
+    """
+
+    def rounded(x):
+        return x.astype(np.float32).astype(jnp.bfloat16).astype(np.float32)
+
+    rng: Any = np.random.default_rng(replicas)
+    exchange: Any = quantized(16)
+    x = rng.integers(-(2**15), 2**15, (replicas, 1001)).astype(dtype)
+    weights = np.resize([0, 1, 3, 4] if weighted else 1, replicas)
+    weights = weights.astype(np.float32)
+
+    def meet(x, weight):
+        met = exchange.meet(x, (), AXIS, weight=weight if weighted else None)
+        piece = exchange.scatter(x, (), AXIS, weight=weight if weighted else None)
+        return met.mean, met.lost, piece.mean
+
+    met = jax.jit(jax.vmap(meet, axis_name=AXIS))(x, weights)
+    mean, lost, piece = (np.asarray(x, np.float32) for x in met)
+    sent = rounded(own := weights[:, None] * x.astype(np.float32))
+    expected = sent.sum(0) / weights.sum()
+    np.testing.assert_array_equal(mean, [rounded(expected)] * replicas)
+    np.testing.assert_array_equal(piece.reshape(-1)[:1001], expected)
+    # The owner of a piece owes what the second rounding loses of the sum.
+    again = weights.sum() * (expected - rounded(expected))
+    np.testing.assert_allclose(lost.sum(0), (own - sent).sum(0) + again, atol=1e-2)
+    assert np.abs(again).max() > 1
 
 
 def test_signs_are_those_of_the_seed():

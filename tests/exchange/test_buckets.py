@@ -124,7 +124,7 @@ def test_a_large_tree_with_feedback_meets_bucket_by_bucket_and_no_number_changes
             assert done == [place <= number - 2 for place in range(buckets)]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 16])
 def test_a_large_message_travels_in_lines(bits):
     """So XLA lays it out on TPUs as it is; a small one has no padding for that."""
     exchange = EXCHANGE.quantized(bits)
@@ -138,13 +138,14 @@ def test_a_large_message_travels_in_lines(bits):
 
         run = mapped("shard_map_unchecked", meet, REPLICAS, AXIS)
         rows = [r for r in oxs.audit.collectives(run, grads) if r.kind == "all-to-all"]
-        least = REPLICAS * (blocks * (32 * bits + 4))
+        least = REPLICAS * (blocks * (32 * bits + (4 if bits < 16 else 0)))
         assert least <= sum(row.bytes for row in rows) < 1.06 * least
         shapes = re.findall(
             r":u8\[([\d,]*)\] = all_to_all", str(jax.make_jaxpr(run)(grads))
         )
         lines = [len(shape.split(",")) == 3 for shape in shapes]
-        assert lines == [blocks >= 64 * 8 // math.gcd(8, bits)]
+        # Without scales a message is whole lines anyhow.
+        assert lines == [bits == 16 or blocks >= 64 * 8 // math.gcd(8, bits)]
         mean, lost = run(grads)
         # What all received and what is owed is what was sent.
         sent = np.sum(grads["a"], 0) - np.sum(lost["a"], 0)

@@ -47,7 +47,8 @@ WAYS = ("shard_map", "pmap", "sharded_workers")
 @pytest.mark.parametrize(
     "context, bits, most",
     [
-        *((way, bits, most) for way in WAYS for bits, most in ((8, 0.27), (4, 0.14))),
+        *((way, bits, most) for way in WAYS for bits, most in ((16, 0.51), (8, 0.27))),
+        ("shard_map", 4, 0.14),
         *(("shard_map", 3, 0.0977), ("shard_map", 2, 0.0665), ("shard_map", 1, 0.0353)),
     ],
 )
@@ -183,7 +184,7 @@ def test_two_bits_are_the_means_of_four_bins():
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
     good = np.random.default_rng(0).normal(size=(2, 4, 40, 40)).astype(np.float32)
     exchanges = quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()
-    exchanges += rotated(quantized(1)), quantized(3, 64)
+    exchanges += rotated(quantized(1)), quantized(3, 64), quantized(16)
 
     def meet(bad, good):
         found = []
@@ -296,7 +297,9 @@ def step_of_rows(wrapper, exchange):
 
 
 test_refused = all_refused(globals())(r"""
-quantized(bits=5)  # ValueError: 1, 2, 3, 4 or 8, .* got bits=5
+quantized(bits=5)  # ValueError: 1, 2, 3, 4, 8 or 16, .* got bits=5
+quantized(bits=16, code="linear")  # ValueError: bits=16 and code='linear'
+quantized(bits=16, block=64)  # ValueError: Leave block out
 quantized(bits=True)  # TypeError: bits must be an integer
 quantized(bits=1, code="linear")  # ValueError: bits=1 and code='linear'
 quantized(code="lloyd")  # ValueError: bits=8 and code='lloyd'
@@ -356,6 +359,7 @@ def test_a_missing_gradient_is_owed_nothing():
 
 
 CODES = {
+    "16 bits": quantized(16),
     "8 bits": quantized(),
     "4 bits fed back": error_feedback(quantized(bits=4)),
     "rotated": rotated(quantized(bits=2)),

@@ -22,6 +22,7 @@ rotated = oxs.exchange.rotated
 ROUNDS = 100
 EXCHANGES = {
     "exact": oxs.exchange.all_reduce(),
+    "16 bit": quantized(16),
     "8 bit": quantized(),
     "4 bit": quantized(bits=4, block=7),
     "top-k": top_k(k=2, chunk=50),
@@ -49,13 +50,13 @@ MIXED = (*ROTATED, "1 bit", "top-k, waves")
 # How the replicas are mapped, how many, with weights or not, and what they exchange by:
 # all exchanges stand on the same few collectives.
 CASES = [
-    ("vmap", 3, True, (*FEW, *ROTATED, "1 bit", "3 bit", "top-k, waves")),
+    ("vmap", 3, True, (*FEW, *ROTATED, "16 bit", "1 bit", "3 bit", "top-k, waves")),
     ("vmap", 1, False, ("4 bit", "top-k")),
-    ("shard_map", 8, False, ("8 bit", "top-k", "power, feedback", *ROTATED)),
-    ("shard_map", 3, True, FEW[:1]),
+    ("shard_map", 8, False, ("16 bit", "8 bit", "top-k", "power, feedback", *ROTATED)),
+    ("shard_map", 3, True, ("16 bit", *FEW[:1])),
     ("shard_map_unchecked", 3, True, FEW),
-    ("pmap", 3, True, FEW),
-    ("sharded_workers", 4, True, (*FEW, *ROTATED, "power")),
+    ("pmap", 3, True, ("16 bit", *FEW)),
+    ("sharded_workers", 4, True, ("16 bit", *FEW, *ROTATED, "power")),
 ]
 
 
@@ -194,7 +195,9 @@ def test_a_mean_in_a_narrow_dtype_is_divided_before_it_is_added():
             np.testing.assert_allclose(found, 1e4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["exact", "8 bit", "top-k", "power, feedback"])
+@pytest.mark.parametrize(
+    "name", ["exact", "16 bit", "8 bit", "top-k", "power, feedback"]
+)
 def test_weights_whose_sum_overflows_are_loud(name):
     """Divided by infinity every mean is 0, and a center stays where it is."""
     exchange: Any = EXCHANGES[name]

@@ -127,9 +127,10 @@ def test_the_numbers_are_those_of_the_whole(context, names):
             assert m.shape == (REPLICAS, -(-param.size // REPLICAS))
 
 
-def test_codes_to_the_owners_and_whole_updates_back():
+@pytest.mark.parametrize("bits", [4, 16])
+def test_codes_to_the_owners_and_whole_updates_back(bits):
     """The steps of SGD add up to all gradients but for what is still owed."""
-    exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
+    exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits))
     tx = cross_shard(optax.sgd(0.1), AXIS, exchange=exchange, shard_state=True)
     params = {name: PARAMS[name] for name in ("vector", "matrix", "empty")}
     rng = np.random.default_rng(3)

@@ -34,6 +34,7 @@ WHOLE = 4 * (2100 + 300 + 1 + 5)
 CODES = {
     "whole": (exchange.all_reduce(), WHOLE),
     "bfloat16": (exchange.all_reduce(jnp.bfloat16), WHOLE // 2),
+    "16 bit": (exchange.quantized(16), 2 * (9 * 240 + 2 * 152 + 8 * 2)),
     "8 bit": (
         exchange.quantized(),
         (9 * 240 + 9 * 4) + (2 * 152 + 2 * 4) + (8 + 4) * 2,
