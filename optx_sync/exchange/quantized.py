@@ -65,7 +65,7 @@ def quantized(
     is, where `all_reduce(jnp.bfloat16)` rounds at each hop of a ring (Megatron-LM's
     `reduce_scatter_with_fp32_accumulation`).
 
-    All replicas decode the same bits, so their means are equal. Leaves of a bucket
+    All replicas decode the same bits: their means are equal. Leaves of a bucket
     travel in two collectives, codes, scales and weights as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B), against 8 (N-1)/N D for an all-reduce of float32.
 
@@ -78,10 +78,10 @@ def quantized(
         block: Numbers that share a scale; not of 16 bits.
         code: "linear" (2, 3, 4, 8 bits), "lloyd" (1 to 4) or "bfloat16" (16). `None`:
             linear for 4 and 8 bits, lloyd below.
-        bucket_bytes: Leaves are joined until they fill so many; a larger one is alone.
+        bucket_bytes: Leaves are joined until they fill so many.
 
     Returns:
-        A linear exchange of dense real floating leaves, which remembers nothing.
+        A linear exchange of dense real floating leaves, without memory.
 
     Raises:
         ValueError: `bits` with this `code` is none of these; `block` or `bucket_bytes`
