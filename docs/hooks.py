@@ -35,8 +35,11 @@ SEARCHES = {
     "moving average": ["averages.md"],
     "gan": ["gan.md"],
     "discriminator": ["gan.md"],
+    "fedavg": ["federated.md"],
+    "changelog": ["changelog.md"],
 }
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
@@ -78,7 +81,9 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Called by MkDocs with the files that it found: adds the measured pages."""
+    """Called by MkDocs with the files that it found: adds what stands elsewhere."""
+    changes = str(ROOT / "CHANGELOG.md")
+    files.append(File.generated(config, "changelog.md", abs_src_path=changes))
     for path in sorted([*RESULTS.glob("*.md"), *RESULTS.glob("*.png")]):
         name = "index.md" if path.name == "README.md" else path.name
         place = f"measured/{name}"
