@@ -23,6 +23,10 @@ SEARCHES = {
     "loss diverges": ["diverges.md"],
     "learning rate": ["diverges.md"],
     "gradient compression": ["exchange.md"],
+    "gradient accumulation": ["accumulation.md"],
+    "microbatch": ["accumulation.md"],
+    "MultiSteps": ["accumulation.md"],
+    "no_sync": ["accumulation.md"],
     "straggler": ["decoupled.md"],
 }
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
