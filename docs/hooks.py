@@ -27,6 +27,9 @@ SEARCHES = {
     "microbatch": ["accumulation.md"],
     "MultiSteps": ["accumulation.md"],
     "no_sync": ["accumulation.md"],
+    "lax.scan": ["scan.md"],
+    "profiler": ["profiling.md"],
+    "profiling": ["profiling.md"],
     "straggler": ["decoupled.md"],
 }
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

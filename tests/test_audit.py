@@ -2,11 +2,13 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optx_sync as oxs
 from optx_sync import audit
 from optx_sync.audit import Collective, programs
 from optx_sync.audit.hlo import read
@@ -147,6 +149,42 @@ def test_a_loop_is_counted_only_where_it_goes_from_0_by_1(
     """)
     (row,) = programs._rows_to_be(program)
     assert row.times == times
+
+
+CODES = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=8))
+SENDS = {
+    "cross_shard": oxs.cross_shard(optax.sgd(0.1, 0.9), "d"),
+    "cross_shard, in pieces": oxs.cross_shard(
+        optax.sgd(0.1, 0.9), "d", shard_state=True
+    ),
+    "cross_shard, codes": oxs.cross_shard(optax.sgd(0.1), "d", exchange=CODES),
+    "diloco, in pieces": oxs.diloco(
+        optax.sgd(0.1), "d", communication_period=2, shard_state=True
+    ),
+    "gossip": oxs.gossip(optax.sgd(0.1), "d", communication_period=2),
+    "noloco": oxs.noloco(optax.sgd(0.1), "d", communication_period=2),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_a_profile_names_what_is_sent_and_the_step(name):
+    def train(params, state):
+        return oxs.apply_gradients(SENDS[name], params, state, params)
+
+    workers, params = oxs.Workers(8, "d", mesh=True), jnp.ones(16)
+    step = workers.step(train, state=2)
+    now = workers.start((params, SENDS[name].init(params)))
+    kinds, sent = step.lower_kinds(*now), 0
+    for kind, lowered in kinds.items():
+        text = lowered.compile().as_text()
+        says = {(): "", (-1,): "_quiet", (0,): "_meets"}[kind]
+        assert f"HloModule jit_train{says}," in text
+        for row in read(text).computations.values():
+            for one in row:
+                if one.opcode in programs._KINDS:
+                    sent += 1
+                    assert "/oxs.meet/" in one.quoted["op_name"], one
+    assert sent
 
 
 def branch(flag, x, taken=loop):
