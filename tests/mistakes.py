@@ -177,6 +177,18 @@ CODE = {
         "nnx.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))\n"
         "workers.start((model, optimizer))"
     ),
+    "An `nnx.Optimizer` of a center rule, split": (
+        "model = Model()\n"
+        "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)\n"
+        "graph, state = nnx.split((model, optimizer))\n"
+        "workers.start(state)"
+    ),
+    "its `nnx.state`, of shapes": (
+        "def made():\n"
+        "    model = Model()\n"
+        "    return nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param))\n"
+        "workers.expect(made)"
+    ),
     "Parts of the state as several arguments": "workers.start(params, opt_state)",
     "A step of (state, params), started as (params, state)": BEGIN
     + (

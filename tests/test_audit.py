@@ -2,13 +2,16 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optx_sync as oxs
 from optx_sync import audit
-from optx_sync.audit import Collective
+from optx_sync.audit import Collective, programs
+from optx_sync.audit.hlo import read
 from tests.meshes import mesh_of
 from tests.refusals import all_refused
 
@@ -72,6 +75,116 @@ def test_every_kind():
 
 def loop(x):
     return lax.fori_loop(0, 3, lambda i, x: lax.psum(x * 2, "d"), x)
+
+
+def scanned(f, x, length):
+    return lax.scan(lambda x, _: (f(x), None), x, length=length)[0]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_row_says_how_often_the_loops_around_it_run_it(compiled):
+    """Also as JAX gives it to XLA; in a branch, the loops inside of it alone."""
+
+    def summed(x):
+        return lax.psum(x * 2, "d")
+
+    def step(flag, x):
+        nested = scanned(summed, scanned(lambda x: scanned(summed, x, 4), x, 6), 5)
+        maybe = scanned(lambda x: branch(flag, x, loop), nested[:2], 7)
+        # How often this runs depends on the numbers.
+        until = lax.while_loop(lambda x: x.sum() < 9, summed, nested[:1])
+        return lax.psum(maybe, "d"), until
+
+    step = jax.jit(on_mesh(step, mesh_of({"d": 8})))
+    lowered = step.lower(jnp.array(True), jnp.ones(3))
+    as_given = programs._rows_to_be(read(lowered.as_text("hlo")))
+    rows = audit.collectives(lowered) if compiled else as_given
+    found = [(row.bytes, row.conditional, row.times) for row in rows]
+    expected = {(12, False, 24), (12, False, 5), (8, True, 3), (8, False, 1)}
+    assert {*found} == expected | {(4, False, None)} and len(found) == 5
+    text = audit.table(rows).splitlines()
+    in_all = 12 * (24 + 5) + 8 * (3 + 1) + 4, 24 + 5 + 3 + 1 + 1
+    assert text[-1].split()[:3] == ["total", *map(str, in_all)]
+    assert text[0].split()[3] == "times" and "not said" in "".join(text)
+
+
+def test_what_runs_five_times_is_sent_five_times():
+    once = Collective("all-reduce", 4096, 1, EVERYONE, False)
+    often, link = once._replace(times=5), {"gbits": 1.0, "step_seconds": 1.0}
+    assert often.sent == 5 * once.sent > 0
+    assert audit.time([often], **link).sent == 5 * audit.time([once], **link).sent
+    assert once._replace(times=None).sent == once.sent
+
+
+@pytest.mark.parametrize(
+    ("begin", "step", "direction", "times"),
+    [(0, 1, "LT", 6), (1, 1, "LT", None), (0, 2, "LT", None), (0, 1, "LE", None)],
+)
+def test_a_loop_is_counted_only_where_it_goes_from_0_by_1(
+    begin, step, direction, times
+):
+    program = read(f"""
+    HloModule jit_step, num_partitions=8
+    body {{
+      p = (s32[], f32[3]) parameter(0)
+      i = s32[] get-tuple-element(p), index=0
+      one = s32[] constant({step})
+      next = s32[] add(i, one)
+      x = f32[3] get-tuple-element(p), index=1
+      sum = f32[3] all-reduce(x), replica_groups={{}}
+      ROOT r = (s32[], f32[3]) tuple(next, sum)
+    }}
+    condition {{
+      p = (s32[], f32[3]) parameter(0)
+      i = s32[] get-tuple-element(p), index=0
+      last = s32[] constant(6)
+      ROOT r = pred[] compare(i, last), direction={direction}
+    }}
+    ENTRY main {{
+      x = f32[3] parameter(0)
+      i = s32[] constant({begin})
+      t = (s32[], f32[3]) tuple(i, x)
+      ROOT r = (s32[], f32[3]) while(t), condition=condition, body=body
+    }}
+    """)
+    (row,) = programs._rows_to_be(program)
+    assert row.times == times
+
+
+CODES = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=8))
+SENDS = {
+    "cross_shard": oxs.cross_shard(optax.sgd(0.1, 0.9), "d"),
+    "cross_shard, in pieces": oxs.cross_shard(
+        optax.sgd(0.1, 0.9), "d", shard_state=True
+    ),
+    "cross_shard, codes": oxs.cross_shard(optax.sgd(0.1), "d", exchange=CODES),
+    "diloco, in pieces": oxs.diloco(
+        optax.sgd(0.1), "d", communication_period=2, shard_state=True
+    ),
+    "gossip": oxs.gossip(optax.sgd(0.1), "d", communication_period=2),
+    "noloco": oxs.noloco(optax.sgd(0.1), "d", communication_period=2),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_a_profile_names_what_is_sent_and_the_step(name):
+    def train(params, state):
+        return oxs.apply_gradients(SENDS[name], params, state, params)
+
+    workers, params = oxs.Workers(8, "d", mesh=True), jnp.ones(16)
+    step = workers.step(train, state=2)
+    now = workers.start((params, SENDS[name].init(params)))
+    kinds, sent = step.lower_kinds(*now), 0
+    for kind, lowered in kinds.items():
+        text = lowered.compile().as_text()
+        says = {(): "", (-1,): "_quiet", (0,): "_meets"}[kind]
+        assert f"HloModule jit_train{says}," in text
+        for row in read(text).computations.values():
+            for one in row:
+                if one.opcode in programs._KINDS:
+                    sent += 1
+                    assert "/oxs.meet/" in one.quoted["op_name"], one
+    assert sent
 
 
 def branch(flag, x, taken=loop):
@@ -446,7 +559,7 @@ def test_branch_computations_through_a_while_body():
       ROOT r = f32[<=6] conditional(i, p, p), branch_computations={first, second}
     }
     """)
-    expected = Collective("all-reduce", 24, 1, ((1, 0),), True)
+    expected = Collective("all-reduce", 24, 1, ((1, 0),), True, times=None)
     assert rows == [expected._replace(branch=(("r", 0),))]
 
 

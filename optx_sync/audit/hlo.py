@@ -28,6 +28,9 @@ _CONFIGURED = re.compile(r"async_collective_config=\{.*?(\[\[[\d,\s\[\]]*\]\])")
 # A call, as JAX gives it to XLA, from whole arrays to a device's shards, one by one.
 _SHARDS = "xla.sdy.GlobalToLocalShape"
 _INDEX = re.compile(r"index=(\d+)")
+# A number in a configuration, {"known_trip_count":{"n":"4"}}, of which each quote is
+# the number of what was put aside.
+_SAID = re.compile(r'"(\d+)":\{"\d+":"(\d+)"\}')
 _FLOW = ("call", "while", "async-start")
 
 Branches = int | Literal["every", "none"]
@@ -233,6 +236,88 @@ def _ways(program: Program, branches: Branches, fused: bool) -> dict[str, Way]:
     return ways
 
 
+def runs(program: Program) -> dict[str, int | None]:
+    """How often one run of a program runs each computation that it may reach.
+
+    What is in a branch counts from there: in how many rounds of a loop a branch is
+    taken the text does not say. None: in a loop of which `trips` knows no number.
+    """
+    found: dict[str, int | None] = dict.fromkeys(program.entries, 1)
+    waiting = list(program.entries)
+    for name in waiting:
+        for instruction in program.computations[name]:
+            for other in called(instruction, program):
+                if other not in found:
+                    found[other] = often(found[name], instruction, name, program)
+                    waiting.append(other)
+    return found
+
+
+def often(
+    around: int | None, instruction: Instruction, name: str, program: Program
+) -> int | None:
+    """How often what an instruction calls runs, of a computation that runs `around`."""
+    if instruction.opcode == "conditional":
+        return 1
+    if around is None or instruction.opcode != "while":
+        return around
+    rounds = trips(instruction, program.computations[name], program)
+    return None if rounds is None else around * rounds
+
+
+def trips(loop: Instruction, around: list[Instruction], program: Program) -> int | None:
+    """How often a "while" runs its body; None where the text does not say.
+
+    Compilers write the number down. As JAX gives it to XLA, a scan counts one by one
+    from 0 until it is no longer less than a constant.
+
+    Args:
+        loop: The instruction.
+        around: The computation in which it stands.
+        program: What `read` returned.
+    """
+    if said := loop.quoted.get("known_trip_count"):
+        return int(said)
+    names = dict(_ATTRIBUTE.findall(loop.attributes))
+    condition, body = (
+        program.computations.get(names.get(key, "").removeprefix("%"), [])
+        for key in ("condition", "body")
+    )
+    ends, goes = _root(condition, "compare"), _root(body, "tuple")
+    begins = [x for x in around if [x.name] == loop.given and x.opcode == "tuple"]
+    if not (ends and goes and begins and "direction=LT" in ends.attributes):
+        return None
+    place = _place(ends.given[0], condition)
+    if place is None:
+        return None
+    (step,) = (x for x in body if x.name == goes.given[place])
+    counts = step.opcode == "add" and _place(step.given[0], body) == place
+    by_one = counts and _constant(step.given[1], body) == 1
+    from_0 = _constant(begins[0].given[place], around) == 0
+    return _constant(ends.given[1], condition) if by_one and from_0 else None
+
+
+def _root(body: list[Instruction], opcode: str) -> Instruction | None:
+    """The result of a computation, where it is one of this kind."""
+    return next((x for x in body if x.is_root and x.opcode == opcode), None)
+
+
+def _place(name: str, body: list[Instruction]) -> int | None:
+    """Which part of a tuple an instruction is; None for another one."""
+    for one in body:
+        if one.name == name and one.opcode == "get-tuple-element":
+            return int(_INDEX.findall(one.attributes)[0])
+    return None
+
+
+def _constant(name: str, body: list[Instruction]) -> int | None:
+    """The number that an instruction is; None for another one."""
+    for one in body:
+        if one.name == name and one.opcode == "constant" and one.operands[0].isdigit():
+            return int(one.operands[0])
+    return None
+
+
 def waiting_for(
     program: Program, given: Callable[[Instruction], bool]
 ) -> set[tuple[str, str]]:
@@ -384,6 +469,8 @@ def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
         key: quotes[int(number)]
         for key, number in re.findall(r'([\w\-]+)="(\d+)"', attributes)
     }
+    for key, number in _SAID.findall(attributes):
+        quoted[quotes[int(key)]] = quotes[int(number)]
     attributes = re.sub(r'"\d*"', '""', attributes)
     opcode, target = rest[:opening], quoted.get("custom_call_target", "")
     if opcode == "custom-call" and _STARTED.fullmatch(target):

@@ -187,7 +187,8 @@ def time(
     permutation or a send is one message. In each step overlapped collectives
     (`Collective.overlapped`) hide behind `overlap * step_seconds` at most; the device
     waits for others, and for those in conditionals. Of branches that exclude each
-    other, as the pairings of `gossip`, the mean counts (`Collective.branch`). Over the
+    other, as the pairings of `gossip`, the mean counts (`Collective.branch`), and what
+    a loop runs counts as often (`Collective.times`). Over the
     H = `period` steps of a period, of T = `step_seconds` each, and its
     R = `Strategy.round_seconds`:
 
@@ -263,7 +264,7 @@ def time(
                 continue
             messages, size = row.on_a_ring
             each = latency + 8e-9 * size / gbits
-            seconds = share * messages * each
+            seconds = share * row.repeated * messages * each
             if row.overlapped and not row.conditional:
                 hidden += seconds
             else:

@@ -72,6 +72,9 @@ class Collective(NamedTuple):
             other, as the pairings of `gossip` and `noloco` do: `time` and `table` count
             their mean. So do the programs of the parts of a center rule, in which they
             meet in turn.
+        times: How often the loops around it run it in one run of the program, as a
+            scan over microbatches does, or of its branch; `None` where the program does
+            not say. `sent`, `time` and `table` count it so often, and `None` once.
     """
 
     kind: str
@@ -82,6 +85,12 @@ class Collective(NamedTuple):
     overlapped: bool | None = None
     behind: int | None = None
     branch: tuple[tuple[str, int], ...] = ()
+    times: int | None = 1
+
+    @property
+    def repeated(self) -> int:
+        """How often it counts: `times`, and once where that is not known."""
+        return 1 if self.times is None else self.times
 
     @property
     def on_a_ring(self) -> tuple[int, float]:
@@ -98,22 +107,23 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends to others, along a ring.
+        """Bytes that a device sends to others, along a ring, in all runs of loops.
 
         Example:
             >>> import optx_sync as oxs
             >>> oxs.audit.Collective("all-reduce", 4096, 1, ((0, 1, 2, 3),), False).sent
             6144.0
         """
-        return math.prod(self.on_a_ring)
+        return self.repeated * math.prod(self.on_a_ring)
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     """Compile `fn` for these arguments and list the collectives of the program.
 
     A row is one collective instruction in XLA's optimised program, after XLA has
-    combined those that can travel together. One in a loop counts once, and so do a
-    start and its end; a "send" stands for itself and the "recv" of the other side.
+    combined those that can travel together. One in a loop is one row, and
+    `Collective.times` says how often it runs; a start and its end are one, and a "send"
+    stands for itself and the "recv" of the other side.
     `conditional` says that it runs only when a branch of a `lax.cond` is taken; a
     function called both inside and outside of branches is not conditional.
 
@@ -227,7 +237,8 @@ def table(rows: Iterable[Collective]) -> str:
     """Write the rows of `collectives` as a table in plain text, with the sums.
 
     In the sums branches that exclude each other count by their mean: a row that is
-    "yes, 1 in 7" stands in one of seven, and a seventh of its bytes counts.
+    "yes, 1 in 7" stands in one of seven, and a seventh of its bytes counts. A row in a
+    loop, whose "times" then have a column, counts so often.
 
     Example:
         >>> import optx_sync as oxs
@@ -242,9 +253,8 @@ def table(rows: Iterable[Collective]) -> str:
         total                4608         4           4096 bytes in conditionals
     """
     rows = list(rows)
-    lines: list[Sequence[str]] = [
-        ("kind", "bytes", "operands", "groups", "conditional", "overlapped")
-    ]
+    names = "kind", "bytes", "operands", "times", "groups", "conditional", "overlapped"
+    lines: list[Sequence[str]] = [names]
     said = {None: "", True: "yes", False: "no"}
     counted = shares(rows)
     for row, share in zip(rows, counted, strict=True):
@@ -253,20 +263,27 @@ def table(rows: Iterable[Collective]) -> str:
             groups = f"{len(row.groups)} pairs" if row.groups else "not said"
         conditional = said[row.conditional] + f", 1 in {1 / share:g}" * (share < 1)
         numbers = str(row.bytes), str(row.operands)
-        lines.append((row.kind, *numbers, groups, conditional, said[row.overlapped]))
+        times = "not said" if row.times is None else str(row.times)
+        last = times, groups, conditional, said[row.overlapped]
+        lines.append((row.kind, *numbers, *last))
 
     def total(numbers: Iterable[int]) -> str:
-        each = zip(counted, numbers, strict=True)
-        return f"{sum(share * number for share, number in each):.0f}"
+        each = zip(counted, rows, numbers, strict=True)
+        return f"{sum(share * row.repeated * x for share, row, x in each):.0f}"
 
     quiet = total(row.bytes * row.conditional for row in rows)
     hidden = total(row.bytes * bool(row.overlapped) for row in rows)
     whole = total(row.bytes for row in rows), total(row.operands for row in rows)
     sums = f"{quiet} bytes in conditionals", f"{hidden} bytes overlapped"
-    lines.append(("total", *whole, "", *sums))
+    lines.append(("total", *whole, "", "", *sums))
+    sides = "<>>><<<"
     if all(row.overlapped is None for row in rows):
+        sides = sides[:-1]
         lines = [line[:-1] for line in lines]
-    return in_columns(lines, "<>><<<")
+    if all(row.times == 1 for row in rows):  # no loop
+        sides = sides[:3] + sides[4:]
+        lines = [(*line[:3], *line[4:]) for line in lines]
+    return in_columns(lines, sides)
 
 
 def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
@@ -281,6 +298,7 @@ def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
 def _rows(program: hlo.Program, delayed: Delayed = None) -> list[Collective]:
     """The rows; all that are not `delayed` overlap, where that is known."""
     branches, callers, found = hlo.branches(program), {}, []
+    runs = hlo.runs(program)
     for name, body in program.computations.items():
         for position, instruction in enumerate(body):
             if instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
@@ -326,6 +344,7 @@ def _rows(program: hlo.Program, delayed: Delayed = None) -> list[Collective]:
                 overlapped=_overlaps((name, instruction.name), delayed, computed),
                 behind=None if end is None else computing,
                 branch=branches[name],
+                times=runs[name],
             )
         )
     return rows
@@ -341,11 +360,11 @@ def _rows_to_be(program: hlo.Program, delayed: Delayed = None) -> list[Collectiv
     """The rows of a program before XLA: calls put in line, and collectives joined."""
     found: dict[Any, Collective] = {}
 
-    def walk(name: str, rank: int, place: str, scope: Any) -> int:
+    def walk(name: str, rank: int, place: str, scope: Any, runs: int | None) -> int:
         """Collect a computation's rows; its operands wait for `rank` others in turn.
 
         Returns for how many its results wait. `place` is where it runs, of each call
-        another; `scope`, the branches and loops around it.
+        another; `scope`, the branches and loops around it; `runs`, how often it runs.
         """
         branch = tuple(each for each in scope if each[1] is not None)
         body, ranks = program.computations[name], dict[str, int]()
@@ -358,13 +377,13 @@ def _rows_to_be(program: hlo.Program, delayed: Delayed = None) -> list[Collectiv
                 for number, other in enumerate(others):
                     inside = (here, number if opcode == "conditional" else None)
                     around = scope if opcode == "call" else (*scope, inside)
-                    ends.append(walk(other, after, here, around))
+                    each = hlo.often(runs, instruction, name, program)
+                    ends.append(walk(other, after, here, around, each))
             elif kind := _kind(instruction, program):
                 groups = hlo.groups(instruction, program.devices)
                 overlaps = _overlaps((name, instruction.name), delayed)
-                row = Collective(
-                    kind, 0, 0, groups, bool(branch), overlaps, branch=branch
-                )
+                said = {"branch": branch, "times": runs}
+                row = Collective(kind, 0, 0, groups, bool(branch), overlaps, **said)
                 arrays = hlo.operands(instruction, body)
                 key: Any = here
                 if kind in _JOINED:
@@ -380,7 +399,7 @@ def _rows_to_be(program: hlo.Program, delayed: Delayed = None) -> list[Collectiv
         return max(ranks.values())
 
     for name in program.entries:
-        walk(name, 0, "", ())
+        walk(name, 0, "", (), 1)
     return list(found.values())
 
 

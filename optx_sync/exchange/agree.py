@@ -15,6 +15,9 @@ from optx_sync.exchange.contract import Exchange, Scalars
 from optx_sync.exchange.landing import Contribution, Lands
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
 
+# What a profile shows of all that is sent for a meeting, and computed to send it.
+SCOPE = "oxs.meet"
+
 
 class Agreed(NamedTuple):
     """The result of an agreement for one replica."""
@@ -65,7 +68,8 @@ def agree(
         )
     elif summed and not alike:
         own = {"contributors": (jnp.asarray(weight) > 0).astype(jnp.float32)}
-    met = landing.meet(exchange, Contribution(tree, memory, weight, own, square))
+    with jax.named_scope(SCOPE):
+        met = landing.meet(exchange, Contribution(tree, memory, weight, own, square))
     if square is not None:
         measured = measure_of(measured, met.also, met.weight, batch_size)
     info = info._replace(measured=measured)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.varying import vary_like
 from optx_sync.core.checks import explains_inner
 from optx_sync.core.trees import Tree
-from optx_sync.exchange.agree import agree, with_update
+from optx_sync.exchange.agree import SCOPE, agree, with_update
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.landing import Landing
 
@@ -88,7 +88,8 @@ class Meeting:
         own = None if params is None else landing.share(params)
         with explains_inner(mean):
             updates, inner = landing.step(mean, state.inner, own, extra_args)
-        updates = landing.whole(updates)
+        with jax.named_scope(SCOPE):
+            updates = landing.whole(updates)
         info = with_update(state.info, updates, landing.axis_name)
         return updates, state._replace(
             info=vary_like(info, state.info), inner=vary_like(inner, state.inner)

@@ -58,6 +58,7 @@ from optx_sync.core.trees import (
     is_inexact,
     is_masked,
 )
+from optx_sync.exchange.agree import SCOPE
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.meeting import MeetingState
 from optx_sync.peers.graphs import Graph, GraphRound, Weight, exponential, random_pairs
@@ -359,9 +360,9 @@ class Mixing(NamedTuple):
         now = left_out(options, now, turn, x)
         weight = weight_of(now, turn)
         branches = [functools.partial(_mixed, r, options.axis_name) for r in rounds]
-        mean, mass = _mean_of_partners(
-            x, weight, branches, self._chosen(len(rounds), turn.rounds)
-        )
+        chosen = self._chosen(len(rounds), turn.rounds)
+        with jax.named_scope(SCOPE):
+            mean, mass = _mean_of_partners(x, weight, branches, chosen)
         sent = work.contribute(
             options.rule, mean, center.value, (), center.value, turn.at
         )

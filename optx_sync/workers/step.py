@@ -211,12 +211,17 @@ class Step:
         program = self.programs.get((call, kind))
         if program is None:
             told = {rule.places: one for rule, one in zip(rules, kind, strict=True)}
-            program = self.programs[call, kind] = self._program(call, KindsAsked(told))
+            program = self._program(call, KindsAsked(told), _in_words(rules, kind))
+            self.programs[call, kind] = program
         return program
 
-    def _program(self, call: _Call, asked: KindsAsked) -> Any:
+    def _program(self, call: _Call, asked: KindsAsked, kind: str = "") -> Any:
         """The step of all workers for calls of this kind, not yet compiled."""
-        run = functools.partial(self._run, call, asked)
+
+        def run(arrays: Arrays, batches: Arrays) -> tuple[Arrays, Tree, Returned]:
+            return self._run(call, asked, arrays, batches)
+
+        run.__name__ = f"{self.name}{kind}"  # which a profile shows
         return jax.jit(run, donate_argnums=(0,) if self.donate else ())
 
     def _check_batches(self, parts: _Parts) -> None:
@@ -462,6 +467,15 @@ class Step:
             "results, `return params, state, loss` with state=2, or changes NNX objects"
             f" in place. In what it returned {forms.difference(form, found)}."
         )
+
+
+def _in_words(rules: Sequence[Rule], kind: Kinds) -> str:
+    """What a program's name says of its kind: "_quiet", "_meets" or "_part_2"."""
+    words = [
+        "quiet" if one == QUIET else "meets" if rule.turns.parts == 1 else f"part_{one}"
+        for rule, one in zip(rules, kind, strict=True)
+    ]
+    return "".join(f"_{word}" for word in words)
 
 
 def _argument(path: KeyPath, before: int = 0) -> str:

@@ -18,6 +18,7 @@ from optx_sync.core import forms
 from optx_sync.core.checks import integer, one_of, shows_call
 from optx_sync.core.signatures import readable as _readable
 from optx_sync.core.trees import (
+    KeyPath,
     Tree,
     brief,
     is_inexact,
@@ -204,10 +205,11 @@ class Workers:
             The same tree, for all workers. The argument stays as it is.
 
         Raises:
-            ValueError: A state that was started before; a center that has made no step
-                and is not at the parameters, as where pretrained ones have been put in
-                place after `tx.init`; arrays that are sharded over the workers' axis,
-                or over another mesh.
+            ValueError: A state that was started before; a center rule's in a dict, as
+                `nnx.split` makes it; a center that has made no step and is not at the
+                parameters, as where pretrained ones have been put in place after
+                `tx.init`; arrays that are sharded over the workers' axis, or over
+                another mesh.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -267,6 +269,7 @@ class Workers:
     def _one(self, state: Tree) -> tuple[forms.Form, list[Tree]]:
         """(the form, the arrays) of one worker's state that was not started before."""
         form, arrays = forms.split(forms.with_arrays(state))
+        _refuse_taken_apart(form)
         self._layout.check_specs(form, arrays)
         _warn_of_raw_keys(form, arrays)
         before, shapes = self._started or (None, [])
@@ -678,6 +681,24 @@ def _split(state: Tree, where: str) -> tuple[forms.Form, list[Tree]]:
             "there is no array. Pass what start or a step has returned."
         )
     return form, arrays
+
+
+def _refuse_taken_apart(form: forms.Form) -> None:
+    """Refuse a dict of what a center rule keeps, as `nnx.split` makes of its state."""
+    found: dict[KeyPath, set[str]] = {}
+    for path in form.paths():
+        for depth, entry in enumerate(path):
+            if isinstance(entry, jax.tree_util.DictKey):
+                found.setdefault(path[:depth], set()).add(entry.key)
+    for path, names in found.items():
+        if names >= {"local_step", "steps_since_round", "global_step"}:
+            raise ValueError(
+                f"The state {path_name(path)} is a center rule's, taken apart into a "
+                "dict, as by nnx.split of an nnx.Optimizer: nothing says what workers "
+                "share, and each would have a center of its own. Start the objects, "
+                "workers.start((model, optimizer)); or split the model alone, graph, "
+                "params = nnx.split(model), and start (params, tx.init(params))."
+            )
 
 
 def _refuse_other_parameters(form: forms.Form, arrays: Sequence[Tree]) -> None:
