@@ -1,51 +1,71 @@
-"""The README's programs compute what it says; it and the first page lead on."""
+"""The README's lines compute what it says; its figures are those of their pages."""
 
 import json
+import operator
 import pathlib
 import re
 import types
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
-from tests import scripts
 
 ROOT = pathlib.Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+PROJECT = (ROOT / "pyproject.toml").read_text()
 FIRST = (ROOT / "docs" / "index.md").read_text()
 
 
-def test_code_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert blocks
-    # In order, in one process of its own: it sets the number of devices.
-    printed = scripts.run("\n".join(blocks))
-    loss, center, *audited = printed.splitlines()
-    assert float(loss) < 1e-3
-    numbers = [float(x) for x in re.findall(r"-?\d+\.\d+", center)]
-    assert numbers == pytest.approx([1.0, -2.0, 3.0], abs=0.05)
-    # The parameters in a round, and nothing in other steps.
-    assert audited == ["all-reduce 12 True"]
+def test_what_a_step_costs_is_what_was_measured():
+    """Of data parallel and the center rules: a period over the one by hand."""
+    low, high = re.search(r"take (\S+) to (\S+) times", TEXT).groups()
+    pages = ROOT / "benchmarks" / "results"
+    tables = json.loads((pages / "bench_wrappers.json").read_text())["tables"]
+    ratios = [
+        float(row[-2].split(" / ")[-1])
+        for table in tables
+        if table["columns"][-2] == "apply_gradients / by hand"
+        for row in table["rows"]
+        if not row[0].startswith("sync_replicas")
+    ]
+    assert len(ratios) == 3 * 6
+    assert (float(low), float(high)) == (min(ratios), max(ratios))
+    # As many bytes by hand as through the library.
+    programs = [t for t in tables if t["title"].startswith("Compiled programs")]
+    sent = defaultdict(set)
+    for table in programs:
+        for case, step, of_step, *_ in table["rows"]:
+            ours = step in ("by hand", "library", "apply_gradients")
+            if ours and not case.startswith("sync_replicas"):
+                sent[table["title"], case].add(of_step)
+    assert len(sent) == 3 * 6 and all(len(found) == 1 for found in sent.values())
 
 
-def test_the_table_is_what_the_demo_wrote():
+def test_the_demo_has_as_many_methods_as_it_says():
     wrote = json.loads((ROOT / "docs" / "images" / "demo.json").read_text())
-    expected = {
-        name: [accuracy.replace("%", "") + " %", *rest]
-        for name, accuracy, *rest in wrote
-    }
-    shown = {"one device, the same global batch": "one device"}
-    shown |= {"`diloco`, streaming in 4 bits": "streaming diloco"}
-    lines = re.findall(r"^\| (.+ %) \| (.+) \|$", TEXT, re.MULTILINE)
-    table = {}
-    for first, rest in lines:
-        name, accuracy = first.split(" | ")
-        table[shown.get(name, name.strip("`"))] = [accuracy, *rest.split(" | ")]
-    assert table == expected
+    names = "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
+    assert f"{names[len(wrote) - 1]} methods on real data" in TEXT
+
+
+def test_the_line_of_python_is_that_of_the_package():
+    needs = re.search(r"requires-python = .>=(.*?).$", PROJECT, re.MULTILINE)[1]
+    assert f"with Python {needs} or newer" in TEXT
+
+
+def test_it_has_two_screens_and_seven_methods():
+    """A screen has some 45 lines of 140 characters."""
+    lines = [line for line in TEXT.splitlines() if line]
+    assert sum(1 + len(line) // 140 for line in lines) <= 90
+    rows = TEXT.partition("| you want |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 7
+    named = re.findall(r"oxs((?:\.\w+)+)", "".join(rows))
+    assert len(named) >= 7
+    for name in named:
+        operator.attrgetter(name[1:])(oxs)
 
 
 def _trained(lines, mapped):
@@ -74,23 +94,35 @@ def _under_pmap(step):
     return jax.pmap(step, "data")
 
 
-def _under_shard_map(step):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-    mapped = jax.shard_map(lambda s, x: step(s, x[0]), mesh=mesh, **specs)
-    return jax.jit(mapped)
+def _written(block, sign):
+    """The lines of a diff before, "-", or after, "+"."""
+    return [line[1:] for line in block.splitlines() if line[0] in " " + sign]
 
 
 def test_the_lines_that_change_compute_what_they_replace():
-    two_lines, localized = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
-    ends = []
-    for block, mapped in (two_lines, _under_pmap), (localized, _under_shard_map):
-        for sign in "-+":
-            lines = [x[1:] for x in block.splitlines() if x[0] in " " + sign]
-            ends.append(_trained(lines, mapped))
-    assert jnp.abs(ends[0]).min() > 0
-    for end in ends:
-        assert jnp.allclose(end, ends[0], atol=1e-6)
+    block = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)[1]
+    before, after = (_trained(_written(block, sign), _under_pmap) for sign in "-+")
+    assert jnp.abs(before).min() > 0
+    assert jnp.allclose(before, after, atol=1e-6)
+
+
+def test_workers_with_the_same_data_are_the_step_that_they_replace():
+    """Before their first round; then each is what the one step is."""
+    block = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)[0]
+    changed = [line for line in block.splitlines() if line[0] == "+"]
+    assert len(changed) == 4
+    batch, found = jax.random.normal(jax.random.key(0), (4, 3)), {}
+    for sign, copies in ("-", 1), ("+", 8):
+        names = {"jax": jax, "optax": optax, "oxs": oxs, "params": {"w": jnp.zeros(3)}}
+        names["loss_of"] = lambda params, x: jnp.mean((x @ params["w"] - 1) ** 2)
+        exec("\n".join(_written(block, sign)), names)
+        state = names["params"], names["state"]
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(2):
+                *state, _ = names["step"](*state, jnp.tile(batch, (copies, 1)))
+        found[sign] = state[0]["w"]
+    assert found["+"].shape == (8, 3) and jnp.abs(found["-"]).min() > 0
+    assert jnp.allclose(found["+"], found["-"][None], atol=1e-6)
 
 
 def test_the_first_page_leads_to_every_guide_and_repeats_nothing():
