@@ -607,8 +607,10 @@ class Workers:
         n, *_ = self._layout.numbers(leaves)
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
-            place = x.sharding if n == self.sizes[0] else self._layout.whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
+            # Of other workers, or of another number of devices inside of each.
+            fits = n == self.sizes[0] and shape == x.shape
+            place = x.sharding if fits else self._layout.whole
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
         shapes = treedef.unflatten(template.values())
         leaves = jax.tree.leaves(source.read(folder, shapes))
