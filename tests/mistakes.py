@@ -512,6 +512,10 @@ CODE = {
         "average = {'variable_averages': 0.9, 'variables_to_average': ['w']}\n"
         'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
     ),
+    "A schedule among the numbers that `fingerprint` or a `Group` compares": (
+        "rate = optax.constant_schedule(0.1)\n"
+        "oxs.fingerprint(params, None, also={'rate': rate})"
+    ),
     "A state of `stacked` on a mesh without its axes": (
         FSDP + "state = workers.start(({'a': square}, tx.init({'a': square})))\n"
         "oxs.Workers(2, 'data', mesh=jax.make_mesh((2,), ('data',))).resize(state)"
