@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("NPROC", "16")  # Threads of XLA: two for each device.
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ import report
 import optx_sync as oxs
 from optx_sync.core import trees
 
+jax.config.update("jax_num_cpu_devices", 8)
 PERIOD, STEPS, BATCH, WIDTH = 4, 14, 4, 6
 # Steps after which a run was killed: three of a period of four, and a period's end.
 KILLED = {"mid-period": 7, "at a meeting": 8}
@@ -53,6 +55,9 @@ class Case(NamedTuple):
     sizes: tuple[int, ...] = (EIGHT,)
     fewer: tuple[int, ...] = (FIVE,)
     axes: Any = AXIS
+    width: int = WIDTH
+    # Of workers that are sharded: by their number, how the devices of each cut "w".
+    inside: Mapping[int, jax.P] = {}
 
 
 Run: TypeAlias = tuple[oxs.Workers, Any, Case]  # workers, and their step
@@ -64,6 +69,12 @@ def _diloco(**options: Any) -> Case:
 
 def _rounds(make: Callable[..., Any], **options: Any) -> Case:
     return Case(make(INNER, AXIS, communication_period=PERIOD, **options))
+
+
+def _sharded(before: int, after: int) -> Case:
+    """On eight devices: each worker is on some of them, and then on others."""
+    cuts = {2: jax.P("inside"), 4: jax.P(None, "inside"), 8: jax.P()}
+    return _diloco()._replace(sizes=(before,), fewer=(after,), width=8, inside=cuts)
 
 
 DELAYED = oxs.outer.delayed_nesterov(0.7, 0.9, 2)
@@ -105,6 +116,8 @@ CASES: dict[str, Case] = {
     ),
     "diloco, fragments=4, overlap (in every step)": _diloco(fragments=4, overlap=True),
     "diloco, delayed_nesterov": _diloco(outer=DELAYED),
+    "diloco, sharded, 2 workers of 4 devices, then 4 of 2": _sharded(2, 4),
+    "diloco, sharded, 4 workers of 2 devices, then 8 of 1": _sharded(4, 8),
     "diloco around local_sgd": Case(
         oxs.diloco(
             oxs.local_sgd(INNER, "chips", communication_period=2),
@@ -124,18 +137,30 @@ CASES: dict[str, Case] = {
 QUICK = ("diloco",)
 
 
-def begin(tx: Any) -> Any:
+def begin(case: Case) -> Any:
     """What a worker has before its first step."""
+    width = case.width
     params = {
-        "w": jnp.asarray(np.sin(np.arange(WIDTH**2.0)).reshape(WIDTH, WIDTH), "f4"),
-        "b": jnp.ones(WIDTH, jnp.bfloat16),
+        "w": jnp.asarray(np.sin(np.arange(width**2.0)).reshape(width, width), "f4"),
+        "b": jnp.ones(width, jnp.bfloat16),
     }
-    return params, tx.init(params), jax.random.key(1)
+    return params, case.tx.init(params), jax.random.key(1)
+
+
+def workers_of(case: Case, sizes: tuple[int, ...]) -> oxs.Workers:
+    """Simulated ones, or sharded over eight devices."""
+    if not case.inside:
+        return oxs.Workers(sizes, case.axes)
+    (n,) = sizes
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((n, 8 // n), (AXIS, "inside"), kinds)
+    specs = {"w": case.inside[n], "b": jax.P()}
+    return oxs.Workers(n, AXIS, mesh=mesh, specs=specs)
 
 
 def program(case: Case, sizes: tuple[int, ...]) -> Run:
     """The workers, and their step: its random numbers are each worker's own."""
-    workers = oxs.Workers(sizes, case.axes)
+    workers = workers_of(case, sizes)
 
     @workers.step(state=3)
     def step(params, state, key, x, y, comes):
@@ -158,7 +183,7 @@ def program(case: Case, sizes: tuple[int, ...]) -> Run:
 def batch(case: Case, number: int, sizes: tuple[int, ...]) -> Any:
     """Of a step: each worker's examples, and who is not late."""
     draw, n = np.random.default_rng(number), int(np.prod(sizes))
-    x = draw.normal(size=(n * BATCH, WIDTH)).astype(np.float32)
+    x = draw.normal(size=(n * BATCH, case.width)).astype(np.float32)
     if case.broken and number == BROKEN:
         x[2 * BATCH] = np.nan
     return x, np.sin(2 * x), (np.arange(n) + number) % n >= 2
@@ -232,7 +257,7 @@ def is_killed(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         case = CASES[name]
         run = program(case, case.sizes)
-        state = run[0].start(begin(case.tx))
+        state = run[0].start(begin(case))
         with ocp.CheckpointManager(folder / name) as manager:
             for number, now, _ in trained(run, state, 0, max(KILLED.values())):
                 if number in KILLED.values():
@@ -252,7 +277,7 @@ def goes_on(folder: Path, names: Sequence[str]) -> None:
         found[name] = {}
         for sizes in (case.sizes, case.fewer):
             workers, step, _ = program(case, sizes)
-            workers.expect(lambda tx=case.tx: begin(tx))
+            workers.expect(lambda case=case: begin(case))
             for when, number in KILLED.items():
                 with ocp.CheckpointManager(folder / name) as manager:
                     state, said = fewer(
@@ -313,7 +338,7 @@ def study(page: report.Report, names: Sequence[str]) -> list[str]:
             for name in names:
                 case = CASES[name]
                 run = program(case, case.sizes)
-                start, every = run[0].start(begin(case.tx)), {}
+                start, every = run[0].start(begin(case)), {}
                 for number, state, equal in trained(run, start, 0):
                     every[str(number)] = equal
                     if number in KILLED.values():

@@ -103,6 +103,12 @@ tx = oxs.local_sgd(optax.lookahead(optax.sgd(0.1), 5, 0.5), "workers")
 PODS = """
 tx = oxs.diloco(oxs.cross_shard(optax.sgd(0.1), "chips"), "pods")
 """
+FSDP = """
+mesh = jax.make_mesh((2, 4), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+workers = oxs.Workers(2, "data", mesh=mesh)
+tx = oxs.stacked(optax.lars(0.1), jax.NamedSharding(mesh, jax.P("fsdp")))
+square = jnp.ones((3, 3))
+"""
 FAULT = """
 def train(worker):
     while worker.local_step < 2:
@@ -518,6 +524,18 @@ CODE = {
     "TensorFlow's list of variables to average": (
         "average = {'variable_averages': 0.9, 'variables_to_average': ['w']}\n"
         'oxs.sync_replicas(optax.sgd(0.1), "data", 8, **average).init(params)'
+    ),
+    "A schedule among the numbers that `fingerprint` or a `Group` compares": (
+        "rate = optax.constant_schedule(0.1)\n"
+        "oxs.fingerprint(params, None, also={'rate': rate})"
+    ),
+    "A state of `stacked` on a mesh without its axes": (
+        FSDP + "state = workers.start(({'a': square}, tx.init({'a': square})))\n"
+        "oxs.Workers(2, 'data', mesh=jax.make_mesh((2,), ('data',))).resize(state)"
+    ),
+    "A state of `stacked` with other parameters": (
+        FSDP + "state, params = tx.init({'a': square}), {'a': square, 'b': square}\n"
+        "tx.update(params, state, params)"
     ),
     "A folder for the manager of checkpoints": BEGIN + "workers.restore(folder)",
     "with parts, one of which waits": (

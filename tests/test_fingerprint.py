@@ -19,6 +19,7 @@ from optx_sync.workers import fingerprints
 from tests import contexts
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
+from tests.refusals import all_refused
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
 CASES = 1000
@@ -114,6 +115,42 @@ def test_all_contexts_and_no_false_alarm(context):
     replica, name, leaf = drawn()[0]
     wrong = run({**whole, name: leaf})
     assert wrong.where(TREE) == {replica: f"['{name}']"}
+
+
+@pytest.mark.parametrize("context", ["vmap", "shard_map"])
+def test_numbers_that_are_in_no_state(context):
+    """Of a replica whose program has another learning rate, or another list of them."""
+
+    def compared(given):
+        tree, rate, betas = given
+        return oxs.fingerprint(tree, AXIS, also={"rate": rate, "betas": betas, "k": 3})
+
+    run = mapped(context, compared, REPLICAS, AXIS)
+    rates = np.full(REPLICAS, 0.1, np.float32)
+    betas = np.tile(np.array([0.9, 0.99], np.float32), (REPLICAS, 1))
+    also = {"rate": 0.1, "betas": np.array([0.9, 0.99]), "k": 3}
+    found = run((stacked(), rates, betas))
+    assert found.where(TREE, also) == {}
+    rates[2], betas[1, 0] = 0.2, 0.8
+    found = run((stacked(), rates, betas))
+    assert found.where(TREE, also) == {1: "also['betas']", 2: "also['rate']"}
+    replica, name, leaf = drawn()[0]
+    found = run(
+        ({**stacked(), name: leaf}, rates[::-1] * 0 + 0.1, betas[:1] + 0 * betas)
+    )
+    assert found.where(TREE, also) == {replica: f"['{name}']"}
+
+
+test_refused = all_refused(globals())(r"""
+oxs.fingerprint(TREE, None, also={"rate": optax.constant_schedule(0.1)})
+    # TypeError: also\['rate'\] is a function.*Pass its number now
+oxs.fingerprint(TREE, None, also=0.1)  # TypeError: also must be a dict.*got 0.1
+oxs.fingerprint(TREE, None, also={"name": "adam"})
+    # TypeError: also\['name'\] must be a number or an array of numbers; got 'adam'
+oxs.Workers(2, AXIS).fingerprint({"w": np.ones(2)}, also={1: 0.1})
+    # TypeError: also must be a dict
+oxs.elastic.Group("unused", oxs.Workers(2, AXIS), also=[0.1])  # TypeError: also must be
+""")
 
 
 def formula(tree):

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import by_hand
 from optx_sync.state.fields import fields_of, nodes_of
 from tests.contexts import begun, started
+from tests.meshes import mesh_of
 from tests.refusals import all_refused
 
 AXIS, N = "workers", 8
@@ -352,3 +355,84 @@ def test_what_parts_under_way_have_accumulated_stays(name, kept):
     for x in jax.tree.leaves(resized.accumulated):
         assert x[:N].tolist() == jnp.full_like(x[:N], kept).tolist()
         assert not x[N:].any()
+
+
+# Workers, devices inside of each, and how these cut the matrices.
+INSIDE = ((2, 4, P("inside")), (8, 1, P()), (4, 2, P(None, "inside")))
+MATRICES = {
+    "layers": [jnp.sin(jnp.arange(32.0) + k).reshape(4, 8) for k in range(5)],
+    "b": jnp.ones(3),
+}
+ROUNDS: Any = {"communication_period": 2}
+MUON: Any = optax.contrib.muon(0.1, ns_steps=2)
+STACKED: Any = oxs.stacked(MUON, P("inside"))
+# On simulated workers, and on sharded ones.
+RESUMED: Any = {
+    "cross_shard, restore": [oxs.cross_shard(ADAM, AXIS)] * 2,
+    "diloco, resize": [oxs.diloco(ADAM, AXIS, **ROUNDS)] * 2,
+    "stacked, restore": [oxs.cross_shard(x, AXIS) for x in (MUON, STACKED)],
+    "stacked, resize": [oxs.cross_shard(x, AXIS) for x in (MUON, STACKED)],
+}
+
+
+def two_steps(workers, tx, state, first):
+    @workers.step(state=2)
+    def step(params, state, x):
+        grads = jax.tree.map(lambda w: jnp.sin(3 * w + x.mean()), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    for number in range(first, first + 2):
+        batch: Any = np.sin(np.arange(4.0 * workers.sizes[0]) + number)
+        state = step(state[0], state[1], batch.astype("f4"))
+    return state
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_other_devices_and_specs_inside_of_workers(case, tmp_path):
+    """After rounds, beside simulated workers that are resized in the same steps."""
+    simulated, tx = RESUMED[case]
+    found: Any = None
+    expected: Any = None
+    with jax.numpy_dtype_promotion("standard"):
+        for stage, (n, inside, spec) in enumerate(INSIDE):
+            workers, begin = oxs.Workers(n, AXIS), (MATRICES, simulated.init(MATRICES))
+            expected = workers.resize(expected) if stage else workers.start(begin)
+            expected = two_steps(workers, simulated, expected, 2 * stage)
+            mesh = mesh_of({AXIS: n, "inside": inside})
+            specs = {"layers": spec, "b": P()}
+            workers = oxs.Workers(n, AXIS, mesh=mesh, specs=specs)
+            if stage and case.endswith("resize"):
+                found = workers.resize(found)
+            with jax.set_mesh(mesh):
+                begin = MATRICES, tx.init(MATRICES)
+                if not stage:
+                    found = workers.start(begin)
+                elif case.endswith("restore"):
+                    with ocp.CheckpointManager(tmp_path / str(stage)) as manager:
+                        manager.save(stage, args=ocp.args.StandardSave(found))
+                        manager.wait_until_finished()
+                        workers.expect(begin)
+                        found = workers.restore(manager)
+                assert found[0]["layers"][0].sharding.spec == P(AXIS, *spec)
+                places = [x.sharding for x in jax.tree.leaves(found)]
+                found = two_steps(workers, tx, found, 2 * stage)
+            for place, x in zip(places, jax.tree.leaves(found), strict=True):
+                assert place.is_equivalent_to(x.sharding, x.ndim)
+            pairs = (
+                (found[0], expected[0]) if simulated is not tx else (found, expected)
+            )
+            for x, y in zip(*map(jax.tree.leaves, pairs), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_stacks_by_hand_and_over_axes_that_the_new_mesh_has_not():
+    with jax.set_mesh(mesh := mesh_of({AXIS: 2, "inside": 4})):
+        workers = oxs.Workers(2, AXIS, mesh=mesh)
+        state = workers.start((MATRICES, STACKED.init(MATRICES)))
+    with jax.set_mesh(mesh_of({"inside": 2})):  # where stacks have six rows, not eight
+        _, own = by_hand.resize(STACKED, state[0], state[1], 3)
+    stacks = [x.shape[:2] for x in jax.tree.leaves(own.stacks) if x.ndim > 1]
+    assert set(stacks) == {(3, 6)}
+    workers = oxs.Workers(2, AXIS, mesh=mesh_of({AXIS: 2, "rows": 2}))
+    with pytest.raises(ValueError, match=r"has not \['inside'\].*workers.expect"):
+        workers.resize(state)

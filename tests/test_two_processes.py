@@ -1,6 +1,7 @@
 """Two processes with jax.distributed give the numbers that one process gives."""
 
 import functools
+import socket
 
 import jax
 import numpy as np
@@ -38,6 +39,17 @@ def test_workers_over_two_processes(histories):
         (found,) = histories["Workers", name]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert len(np.unique(histories["Workers", "own keys"][0], axis=0)) == 4
+
+
+def test_numbers_that_are_in_no_state(histories):
+    """Of a joiner with another rate, which drifted: both numbers are told."""
+    alike, apart, other_rate, other_names, position = histories["of one's own"]
+    # Of two processes neither is the majority.
+    assert alike == {} and apart == dict.fromkeys(range(4), "also['rate']")
+    host = socket.gethostname()
+    assert f"also['rate']: 0.1 in process 0 on {host}; 0.2 in process 1" in other_rate
+    assert "also['decay']: missing in process 0" in other_names
+    assert "0.01 in process 1" in other_names and position == 0
 
 
 def test_a_worker_of_the_runtime_over_two_processes(histories):

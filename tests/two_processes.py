@@ -117,6 +117,25 @@ def front_door(mesh):
     return {name: np.asarray(x) for name, x in found.items()}
 
 
+def of_ones_own(number, folder):
+    """Numbers that are in no state, and of which process 1 has others: what is said."""
+    workers = oxs.Workers(contexts.REPLICAS, contexts.AXIS, mesh=contexts.mesh())
+    state = workers.start({"w": np.ones(3, np.float32)})
+    said = [
+        workers.fingerprint(state, also={"rate": 0.1, "betas": np.array([0.9, 0.99])})
+    ]
+    said += [workers.fingerprint(state, also={"rate": 0.1 + number / 10, "k": 3})]
+    also = {"rate": 0.1} | ({"decay": 0.01} if number else {})
+    for different in ({"rate": 0.1 * (1 + number)}, also):
+        try:
+            oxs.elastic.Group(folder, workers, also=different)
+        except ValueError as error:
+            said += [str(error)]
+    with oxs.elastic.Group(folder, workers, also={"rate": 0.1}) as group:
+        said += [group.position]
+    return said
+
+
 def of_the_runtime(grouped):
     """A worker that is all processes: what each of them has, in rows."""
     rule, params = oxs.rules.diloco(), {"w": np.linspace(0, 1, 24, dtype=np.float32)}
@@ -182,7 +201,7 @@ def _child(port, result, number):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)
-    found = {
+    found: dict[Any, Any] = {
         (name, style): jax.tree.leaves(_replay(style, *case[:4]))
         for name, case in cases().items()
         for style in styles_of(*case)
@@ -190,6 +209,7 @@ def _child(port, result, number):
     for name, x in front_door(contexts.mesh()).items():
         found["Workers", name] = [x]
     found["Worker", "runtime"] = of_the_runtime(True)
+    found["of one's own"] = of_ones_own(number, Path(result).parent / "group")
     if number == 0:
         Path(result).write_bytes(pickle.dumps(found))
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
 from optx_sync.core.shapes import Array, Num, Shaped, UInt8
-from optx_sync.core.trees import at_least_float32
+from optx_sync.core.trees import Tree, at_least_float32
 
 # An array or a `jax.ShapeDtypeStruct`, whose attributes type checkers do not know.
 Like: TypeAlias = Any
@@ -155,6 +155,19 @@ def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     """Cut axis 0 into n equal pieces, padded with zeros: `[n, ceil(rows / n), ...]`."""
     spare = [(0, -x.shape[0] % n)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])
+
+
+def rows_on(leaves: int, devices: Sequence[int]) -> int:
+    """The rows of a stack of leaves over axes with so many devices: a multiple."""
+    return leaves + -leaves % math.prod(devices)
+
+
+def with_rows(x: Tree, leaves: int, rows: int, axis: int = 0) -> Tree:
+    """A stack of this many leaves along an axis, padded anew, to so many rows.
+
+    By the last leaf's, which are numbers that every formula can take.
+    """
+    return x.take(np.minimum(np.arange(rows), leaves - 1), axis)
 
 
 def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:

@@ -47,7 +47,11 @@ class OwnersPlan(NamedTuple):
 
     def numbers(self) -> dict[str, jax.Array]:
         """The number of leaves of each group: int32[] each, by the group's name."""
-        return {group.name: jnp.int32(len(group.members)) for group in self.groups}
+        return {name: jnp.int32(leaves) for name, leaves in self.members().items()}
+
+    def members(self) -> dict[str, int]:
+        """The number of leaves of each group, by the group's name."""
+        return {group.name: len(group.members) for group in self.groups}
 
     def join(self, rest: Tree, stacks: list[jax.Array]) -> Tree:
         """The tree that `cut` has cut; rows of padding are left out."""

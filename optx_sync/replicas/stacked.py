@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optx_sync.comm.buffers import rows_on, with_rows
 from optx_sync.core import checks
 from optx_sync.core.trees import Tree
 from optx_sync.exchange import contract
@@ -81,15 +82,16 @@ def stacked(
             `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
 
     Returns:
-        A transformation for `jax.jit` with a `StackedState`. Its stacks fit one
-            number of devices: to go on with another, cut each stack to its K rows
-            and pad it with zeros to a multiple of the new number.
+        A transformation for `jax.jit` with a `StackedState`. One that was saved on
+            another number of devices, or along other axes, goes on: `Workers.restore`
+            and `resize` pad its stacks anew, and so does `update` with those that
+            Orbax has read, `StandardRestore(like, strict=False)`.
 
     Raises:
         TypeError: `inner` is no transformation, `spec` is neither of the two.
         ValueError: `spec` names no axis, or other dimensions than the first; no
             mesh, or one without these axes; an `inner` whose update of a leaf
-            depends on other leaves; a state for another number of devices.
+            depends on other leaves; the state of another number of leaves.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -141,6 +143,10 @@ class _Places(NamedTuple):
     def laid(self, stack: jax.Array) -> jax.Array:
         """A padded stack `[K, ...]`, placed as `spec` says."""
         return self._put(stack, PartitionSpec(self.names))
+
+    def whole(self, stack: jax.Array) -> jax.Array:
+        """A stack of which each device has all rows."""
+        return self._put(stack, PartitionSpec())
 
     def give(self, stack: jax.Array) -> jax.Array:
         """A stack `[K, ...]`, padded and resharded to whole leaves on each device."""
@@ -200,16 +206,15 @@ class _Stacked(NamedTuple):
         rest, stacks = plan.cut(params)
         given = [shapes_too(self.places.give, x) for x in stacks]
         own = self.leaves.init(plan, rest, given)
-        return self._state(own, self.leaves.constants(rest))
+        return self._state(plan, own, self.leaves.constants(rest))
 
     def update(self, updates, state, params=None, **extra_args):
         """The updates, sharded like the parameters, and the state."""
         checks.check_grads(updates, params)
         contract.require_dense(updates, _OPTION)
         like = updates if params is None else params
-        own = Owned(state.rest, state.stacks.tree)
-        plan = self.leaves.plan(like, set(own.leaves))
-        self._check(plan, own, like)
+        plan = self.leaves.plan(like, set(state.stacks.tree))
+        own = Owned(state.rest, self._padded(plan, state.stacks))
         grads, full = plan.cut(updates), plan.cut(like)
 
         def given(tree):
@@ -221,28 +226,44 @@ class _Stacked(NamedTuple):
         )
         stacks = list(map(self.places.take, stacks, full[1]))
         new = checks.fill_missing(plan.join(rest, stacks), params)
-        return new, self._state(own, constants)
+        return new, self._state(plan, own, constants)
 
-    def _state(self, own: Owned, constants: list[Any]) -> Tree:
+    def _state(self, plan: owners.OwnersPlan, own: Owned, constants: list[Any]) -> Tree:
         """The state, with its stacks placed."""
         laid = self.places.laid
         stacks = jax.tree.map(lambda x: laid(x) if x.ndim else x, own.leaves)
-        return StackedState(InStacks(stacks, self.places.names), own.pieces, constants)
+        many = plan.members()
+        found = {
+            name: jax.tree.map(lambda x, k=many[name]: k if x.ndim else 0, tree)
+            for name, tree in stacks.items()
+        }
+        sizes = tuple(jax.tree.leaves(found))
+        stacks = InStacks(stacks, self.places.names, sizes)
+        return StackedState(stacks, own.pieces, constants)
 
-    def _check(self, plan: owners.OwnersPlan, own: Owned, like: Tree) -> None:
-        """Refuse a state of stacks for another number of devices."""
-        devices = math.prod(self.places.sizes())
-        for group in plan.groups:
-            leaves = len(group.members)
-            rows = leaves + -leaves % devices
-            for x in jax.tree.leaves(own.leaves[group.name]):
-                if x.ndim and x.shape[0] != rows:
-                    raise ValueError(
-                        f"The state of oxs.stacked at {group.name} has stacks of "
-                        f"{x.shape[0]} rows, and {leaves} leaves on {devices} devices "
-                        f"need {rows}. It was made for another number of devices: cut "
-                        f"each stack to {leaves} rows, and pad it with zeros."
-                    )
+    def _padded(self, plan: owners.OwnersPlan, stacks: InStacks) -> dict[str, Tree]:
+        """The stacks of a state, padded anew where it was of other devices."""
+        devices, many = self.places.sizes(), plan.members()
+        before = jax.tree.structure(stacks.tree).unflatten(stacks.sizes)
+        for name, sizes in before.items():
+            leaves = max(jax.tree.leaves(sizes), default=0)
+            if leaves and leaves != many.get(name):
+                raise ValueError(
+                    f"The state of oxs.stacked at {name} is of {leaves} leaves that "
+                    f"are alike, and these parameters have {many.get(name, 0)}: it "
+                    "belongs to others. Pass those that tx.init was given, or begin "
+                    "with tx.init(params)."
+                )
+
+        def padded(x, leaves):
+            if not x.ndim:
+                return x
+            rows = rows_on(leaves, devices)
+            if x.shape[0] != rows:
+                x = with_rows(self.places.whole(x), leaves, rows)
+            return self.places.laid(x)
+
+        return jax.tree.map(padded, stacks.tree, before)
 
 
 def _check_spec(spec: object) -> tuple[str, ...]:

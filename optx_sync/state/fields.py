@@ -314,14 +314,26 @@ class Owned(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["axes"]
+    jax.tree_util.register_dataclass,
+    data_fields=["tree"],
+    meta_fields=["axes", "sizes"],
 )
 @dataclasses.dataclass(frozen=True)
 class InStacks(_Saved):
-    """Stacks of whole leaves `[K, ...]`, sharded over axes of one worker's mesh."""
+    """Stacks of whole leaves `[K, ...]`, sharded over axes of one worker's mesh.
 
-    tree: dict[str, Tree]  # the stack of each group, by its first leaf's path
+    Attributes:
+        tree: The stack of each group, by its first leaf's path.
+        axes: Those along which they are cut, in rows padded to a multiple of the number
+            of devices.
+        sizes: K, the number of leaves in each stack in the order of the leaves, 0 for
+            scalars: a part of the structure, so that another number of devices can pad
+            it anew.
+    """
+
+    tree: dict[str, Tree]
     axes: tuple[str, ...]
+    sizes: tuple[int, ...]
 
     def spec_of(self, x: jax.Array) -> PartitionSpec:
         """The `PartitionSpec` of one of its arrays; scalars are on all devices."""
@@ -331,6 +343,11 @@ class InStacks(_Saved):
 def is_in_pieces(x: object) -> bool:
     """Whether this is an `InPieces`; for `is_leaf=`."""
     return isinstance(x, InPieces)
+
+
+def has_sizes(x: object) -> bool:
+    """Whether this is an `InPieces` or an `InStacks`."""
+    return isinstance(x, InPieces | InStacks)
 
 
 def is_optax(x: object) -> bool:

@@ -12,11 +12,12 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.comm import shards
-from optx_sync.comm.buffers import cut_numbers, in_rows
+from optx_sync.comm.buffers import cut_numbers, in_rows, with_rows
 from optx_sync.core.checks import integer
 from optx_sync.core.trees import Item, KeyPath, Tree, check_arrays, is_slices, names_of
 from optx_sync.state import fields
@@ -41,7 +42,8 @@ class Leaf(NamedTuple):
         path: The keys that lead to it in the tree.
         x: The array, or its shape.
         around: The fields that hold it, the outermost first.
-        size: Of an array in pieces, the number of numbers in the whole; else `None`.
+        size: Of an array in pieces, the number of numbers in the whole; of a stack of
+            leaves, their number; else `None`.
     """
 
     path: KeyPath
@@ -94,6 +96,13 @@ class Leaf(NamedTuple):
                 fields.is_optax(field.node) for field in self.around
             )
         return {kind.whose for kind in self.levels[level:]} == {"own"}
+
+    @property
+    def stack(self) -> fields.InStacks | None:
+        """The stacks of leaves of which it is one."""
+        around = [field.node for field in self.around]
+        found = [node for node in around if isinstance(node, fields.InStacks)]
+        return found[0] if found and self.size else None
 
     @property
     def _piece(self) -> fields.Cut:
@@ -156,7 +165,7 @@ def _leaves(
             continue
         field = Field(holder.node, name, kind, holder.level)
         found = _leaves(child, inside, (*around, field))
-        if fields.is_in_pieces(node):
+        if fields.has_sizes(node):
             pairs = zip(found, node.sizes, strict=True)
             found = (leaf._replace(size=size) for leaf, size in pairs)
         yield from found
@@ -256,6 +265,13 @@ def marks_of(axes: Tree, tree: Tree, what: str = "axes") -> list[Mark]:
         "oxs.by_hand.state_axes(tx, params) gives that of a state."
     )
     return entries(axes, tree, what, mend)
+
+
+def in_rows_of(leaf: Leaf, rows: int, axis: int) -> Tree:
+    """A stack of leaves along an axis, padded anew on the host, to so many rows."""
+    if leaf.x.shape[axis] == rows:
+        return leaf.x
+    return with_rows(np.asarray(jax.device_get(leaf.x)), leaf.size or 0, rows, axis)
 
 
 # How an array is cut over n workers.

@@ -317,8 +317,16 @@ def resize(
             "This is not a state of tx, built like the transformation that made it: "
             f"{jax.tree.structure(state)} is not {jax.tree.structure(like)}."
         )
+    state = map_leaves(_padded, state, jax.tree.leaves(like))
     how = Resize(n, levels, joiners, strict, replicated, tx.init)
     return forms.unflatten(jax.tree.leaves(how.of([params], state, like)))
+
+
+def _padded(leaf: Leaf, like: jax.ShapeDtypeStruct) -> Tree:
+    """An array; one of stacked leaves padded anew, to the rows of this shape."""
+    if leaf.stack is None:
+        return leaf.x
+    return placing.in_rows_of(leaf, like.shape[0], jnp.ndim(leaf.x) - like.ndim)
 
 
 def _shape_of_first(x: Any) -> jax.ShapeDtypeStruct:

@@ -6,13 +6,15 @@ counters; of replicas all of their state and their parameters. What else stands 
 an optimizer's state, and random keys there, is each worker's own.
 """
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from optx_sync.center.state import CenterState
 from optx_sync.core.forms import Form, is_trained
@@ -55,6 +57,35 @@ def differing(layout: Layout, form: Form, arrays: Arrays) -> dict[Worker, str]:
             place = [*where[:-1]]
             place.insert(level, where[-1])
             found.setdefault(one_or_several(tuple(place)), path_name(path))
+    return found
+
+
+def differing_numbers(
+    layout: Layout, told: Sequence[Mapping[str, str]]
+) -> dict[Worker, str]:
+    """The workers whose processes differ in what these tell, and in which name first.
+
+    Args:
+        layout: How many workers there are, and where.
+        told: By each process, what it has under each name.
+    """
+    if not isinstance(layout.mesh, Mesh) or len(told) < 2:
+        return {}
+    names = layout.mesh.axis_names
+    order = [names.index(name) for name in layout.names]
+    order += [place for place in range(len(names)) if place not in order]
+    devices = layout.mesh.devices.transpose(order).reshape(*layout.sizes, -1)
+    found: dict[Worker, str] = {}
+    for name in sorted({name for one in told for name in one}):
+        of = {
+            place: frozenset(told[x.process_index].get(name) for x in devices[place])
+            for place in np.ndindex(*layout.sizes)
+        }
+        ((usual, many),) = collections.Counter(of.values()).most_common(1)
+        for place, values in of.items():
+            alone = values != usual or 2 * many <= len(of)
+            if alone or len(values) > 1:  # whose own devices differ
+                found.setdefault(one_or_several(place), f"also[{name!r}]")
     return found
 
 

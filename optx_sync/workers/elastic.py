@@ -21,10 +21,12 @@ from optx_sync.core.trees import Tree, names_of
 from optx_sync.state.leaves import is_key
 from optx_sync.workers.checkpoints import Source
 from optx_sync.workers.fingerprints import (
+    Also,
     Damaged,
     Words,
     by_name,
     compare,
+    said_of,
     sealed,
     unread,
     unsealed,
@@ -60,11 +62,14 @@ class Group:
         starts_without_save: So many groups may start in a row that are ended before
             they have saved; the next one ends the run, as whatever starts it would go
             on for ever. `None`: no limit. A file in the folder, `starts.json`, counts.
+        also: Numbers of the program that are in no state and must be equal in all
+            processes, by name, such as `{"rate": 0.1}`: scalars or arrays.
 
     Raises:
         ImportError: Orbax is not installed.
         TypeError, ValueError: As for `Workers`; `keep` or `starts_without_save` below
-            1, `timeout` not above 0.
+            1, `timeout` not above 0; processes that differ in `also`: it says who has
+            which number.
         TimeoutError: From every method: not all processes came; it names them.
 
     Attributes:
@@ -104,6 +109,7 @@ class Group:
         keep: int = 2,
         timeout: float = TIMEOUT,
         starts_without_save: int | None = 3,
+        also: Also | None = None,
     ):
         try:
             import orbax.checkpoint as ocp
@@ -120,9 +126,10 @@ class Group:
             )  # fmt: skip
         if not isinstance(workers, Workers):
             workers = Workers(jax.device_count(), workers, mesh=True)
+        said = said_of(also)
         path = epath.Path(folder)
         self._processes: Processes = Processes(timeout)
-        self._processes.wait(f"the begin of the group in {folder}")
+        self._processes.require_equal(said, f"the begin of the group in {folder}")
         self.workers: Workers = workers
         self.position: int = 0
         self.notes: Any = None

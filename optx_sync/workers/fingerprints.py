@@ -29,7 +29,14 @@ from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.shards import Names
 from optx_sync.core.shapes import Array, Bool, Int32, UInt32
-from optx_sync.core.trees import Tree, check_arrays, names_of, path_name, pure
+from optx_sync.core.trees import (
+    Tree,
+    brief,
+    check_arrays,
+    names_of,
+    path_name,
+    pure,
+)
 from optx_sync.state.leaves import equal_on_replicas, is_key
 
 _MIX = 0x9E3779B9
@@ -38,6 +45,7 @@ _WORDS, _SUM = "fingerprints", "sum"
 _SMALL = 2**16  # up to so many numbers NumPy is quicker than a compiler
 
 Notes: TypeAlias = Mapping[str, Any]
+Also: TypeAlias = Mapping[str, Any]  # numbers that are in no state, by name
 Words: TypeAlias = list[Any]  # of an array its shape, its dtype and its two words
 
 
@@ -58,24 +66,29 @@ class Fingerprint(NamedTuple):
     differs: Bool[Array, " replicas"]
     leaf: Int32[Array, " replicas"]
 
-    def where(self, tree: Tree) -> dict[int, str]:
+    def where(self, tree: Tree, also: Also | None = None) -> dict[int, str]:
         """Name the replicas that differ and, for each, the first leaf that does.
 
         Args:
             tree: The tree that was given, or its shapes.
+            also: What was given as `also`, or the same names.
         """
-        paths = jax.tree_util.tree_leaves_with_path(pure(tree))
+        pairs = jax.tree_util.tree_leaves_with_path(pure(tree))
+        names = [path_name(path) for path, _ in pairs]
+        names += [f"also[{name!r}]" for name in sorted(also or {})]
         # The same on all replicas, and stacked if each of them has returned it.
         shape = np.shape(self.leaf)
         leaf = np.asarray(jax.device_get(self.leaf)).reshape(-1, shape[-1])[0]
         return {
-            replica: path_name(paths[place][0])
+            replica: names[place]
             for replica, place in enumerate(leaf.tolist())
             if place >= 0
         }
 
 
-def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
+def fingerprint(
+    tree: Tree, axis_name: AxisName | None, *, also: Also | None = None
+) -> Fingerprint:
     r"""Compare trees that should be equal on all replicas; find who differs, and where.
 
     A bit that flips in one replica's memory stays flipped: its parameters, and all that
@@ -108,13 +121,15 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         tree: Tree of arrays of any dtype, random keys included.
         axis_name: The mapped axis, or a tuple of them. `None`: only the words, for
             example to store them with a checkpoint; nothing needs to be mapped.
+        also: Numbers that are in no state and should be equal as well, by name, such as
+            a learning rate of the program: scalars, or arrays of any shape.
 
     Returns:
         A `Fingerprint`. `where(tree)` of it, outside of compiled functions, names
-        replicas and leaves.
+        replicas and leaves; `where(tree, also)`, too, as `also['rate']`.
 
     Raises:
-        TypeError: A bad axis name.
+        TypeError: A bad axis name; in `also` something else than numbers by name.
         ValueError: The axis is not mapped here.
 
     Example:
@@ -125,8 +140,13 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         ...     return oxs.fingerprint(params, "data")
         >>> jax.vmap(compare, axis_name="data")(params).where(params)
         {2: "['w']"}
+        >>> def compare(rate):
+        ...     return oxs.fingerprint((), "data", also={"rate": rate})
+        >>> rates = jnp.array([0.1, 0.1, 0.2])
+        >>> jax.vmap(compare, axis_name="data")(rates).where((), {"rate": 0.1})
+        {2: "also['rate']"}
     """
-    tree = pure(tree)
+    tree, own = pure(tree), check_also(also)
     check_arrays(tree, "What fingerprint compares")
     leaves = jax.tree.leaves(tree)
     nothing = jnp.zeros(2, jnp.uint32)
@@ -134,6 +154,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         _words(jnp.asarray(x)) if equal else nothing
         for x, equal in zip(leaves, equal_on_replicas(tree), strict=True)
     ]
+    words += [_words(jnp.asarray(x)) for x in own.values()]
     own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)
     replicas = 1 if axis_name is None else collectives.axis_size(axis_name)
     if axis_name is None or not words:
@@ -148,6 +169,51 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     found = jnp.any(differs, axis=1)
     first = jnp.argmax(differs, axis=1).astype(jnp.int32)
     return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
+
+
+def check_also(also: object) -> dict[str, Any]:
+    """Numbers that are in no state, in the order of their names."""
+    names = list(also) if isinstance(also, Mapping) else [also]
+    if also is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            'also must be a dict of numbers by name, such as {"rate": 0.1}; got '
+            f"{brief(also)}."
+        )
+    found: dict[str, Any] = dict(also or {})  # pyright: ignore
+    for name, x in found.items():
+        if callable(x):
+            raise TypeError(
+                f"also[{name!r}] is a function, and what is compared are numbers. Pass "
+                "its number now, schedule(step), or those of which it is made."
+            )
+        dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+        if not is_key(x) and dtype.kind not in "biufcV":
+            raise TypeError(
+                f"also[{name!r}] must be a number or an array of numbers; got "
+                f"{brief(x)}."
+            )
+    return dict(sorted(found.items()))
+
+
+def said_of(also: Also | None) -> dict[str, str]:
+    """What a process says of its numbers in no state: two that are equal say the same.
+
+    A scalar itself; of an array its shape, its dtype and its two words.
+    """
+    said = {}
+    for name, x in check_also(also).items():
+        if isinstance(x, jax.Array) and not _is_whole(x):
+            raise ValueError(
+                f"also[{name!r}] lies on several processes. Pass what this one has, or "
+                "let it be a part of the state."
+            )
+        if is_key(x) or np.ndim(x):
+            words = np.sum(jax.device_get(_words_here(x)), 0, np.uint32)
+            dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+            said[name] = f"{dtype}{list(np.shape(x))} with the words {words.tolist()}"
+        else:
+            said[name] = str(np.asarray(jax.device_get(x)).item())
+    return said
 
 
 def unread(path: object, why: object) -> Damaged:

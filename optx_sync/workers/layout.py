@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 
 from optx_sync.comm import shards
+from optx_sync.comm.buffers import rows_on
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.core.forms import Form
 from optx_sync.core.trees import (
@@ -36,6 +37,7 @@ from optx_sync.state import fields, held
 from optx_sync.state.leaves import (
     Leaf,
     Mark,
+    in_rows_of,
     is_key,
     on_data,
     specs_like,
@@ -217,6 +219,22 @@ class Layout(NamedTuple):
             shape = (size // math.prod(shape[1:]), *shape[1:])
         return jax.ShapeDtypeStruct(shape, leaf.x.dtype)
 
+    def _padded(self, leaf: Leaf) -> Tree:
+        """An array; one of stacked leaves padded anew, for the devices of this mesh."""
+        if leaf.stack is None or self.mesh is None:
+            return leaf.x
+        axes, sizes = leaf.stack.axes, self.mesh.shape
+        missing = [name for name in axes if name not in sizes]
+        if missing:
+            raise ValueError(
+                f"The state {path_name(leaf.path)} lies over the axes {axes} of "
+                f"oxs.stacked, and the mesh of these workers has not {missing}: "
+                f"{tuple(sizes)}. Save it, and give workers.restore, by "
+                "workers.expect, the state of an oxs.stacked over axes of this mesh."
+            )
+        rows = rows_on(leaf.size or 0, [sizes[name] for name in axes])
+        return in_rows_of(leaf, rows, len(leaf.along(self.sizes)))
+
     def resize(
         self,
         form: Form,
@@ -244,6 +262,7 @@ class Layout(NamedTuple):
             if self.sizes[0] > numbers[0]:
                 fill(form, arrays, resized, joiners)
             arrays = resized
+        arrays = list(map(self._padded, held.leaves(form, arrays)))
         places = places or self.places(form, one)
         if places is None:
             return list(arrays)

@@ -2,8 +2,10 @@
 """Processes that wait for one another, and an error that names who does not come."""
 
 import itertools
+import json
 import re
 import socket
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -61,15 +63,51 @@ class Processes:
         self.wait(place)
         return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
 
+    def told(self, said: Mapping[str, str], place: str) -> list[dict[str, str]]:
+        """What each process says, in their order."""
+        self.wait(place)
+        if jax.process_count() == 1:
+            return [dict(said)]
+        own = np.frombuffer(json.dumps(dict(said)).encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.asarray(own.size)))
+        padded = np.zeros(sizes.max(), np.uint8)
+        padded[: own.size] = own
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+        pairs = zip(rows, sizes.tolist(), strict=True)
+        return [json.loads(row[:size].tobytes()) for row, size in pairs]
+
+    def require_equal(self, said: Mapping[str, str], place: str) -> None:
+        """Refuse, in all processes, what they do not all say alike.
+
+        Raises:
+            ValueError: It says which process has which number.
+        """
+        told = self.told(said, place)
+        for name in sorted({name for one in told for name in one}):
+            values: dict[str, list[str]] = {}
+            for number, one in enumerate(told):
+                values.setdefault(one.get(name, "missing"), []).append(
+                    self._name(number)
+                )
+            if len(values) > 1:
+                found = "; ".join(
+                    f"{value} in {', '.join(names)}" for value, names in values.items()
+                )
+                raise ValueError(
+                    f"The processes of this group differ in also[{name!r}]: {found}. "
+                    "Start all with the same settings: replicas whose updates are "
+                    "scaled otherwise drift apart, and nothing else says so."
+                )
+
+    def _name(self, number: int) -> str:
+        host = dict(enumerate(self._hosts)).get(number)
+        return f"process {number}" + (f" on {host}" if host else "")
+
     def _missing(self, place: str, said: str) -> str:
         """Who is missing, from what the service says of the processes it waited for."""
         listed = re.search(r"timed out task names:\s*\n((?:[^\n]*\d\n)+)", said)
         numbers = re.findall(r"(\d+)\n", listed[1]) if listed else []
-        hosts = dict(enumerate(self._hosts))
-        names = [
-            f"process {number}" + (f" on {hosts[number]}" if number in hosts else "")
-            for number in sorted(map(int, numbers))
-        ]
+        names = [self._name(number) for number in sorted(map(int, numbers))]
         # It names no more than twenty.
         counts = re.search(r"reached the barrier: (\d+)/(\d+)", said)
         if counts and (more := int(counts[2]) - int(counts[1]) - len(names)) > 0:

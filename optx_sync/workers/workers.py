@@ -31,10 +31,11 @@ from optx_sync.state.leaves import is_key, is_raw_key
 from optx_sync.state.metrics import metrics
 from optx_sync.workers import checkpoints
 from optx_sync.workers import mapped as placing
-from optx_sync.workers.comparison import Worker, differing
+from optx_sync.workers.comparison import Worker, differing, differing_numbers
+from optx_sync.workers.fingerprints import Also, said_of
 from optx_sync.workers.joiners import Given
 from optx_sync.workers.layout import Layout, Levels, One, check_one_number, of_one
-from optx_sync.workers.processes import TIMEOUT
+from optx_sync.workers.processes import TIMEOUT, Processes
 from optx_sync.workers.resize import Resize
 from optx_sync.workers.step import Step
 
@@ -436,7 +437,9 @@ class Workers:
         params = (found.tree(arrays) for found in held.held(form))
         return metrics(form.bare(arrays), next(params, None))
 
-    def fingerprint(self, state: Tree) -> dict[Worker, str]:
+    def fingerprint(
+        self, state: Tree, *, also: Also | None = None
+    ) -> dict[Worker, str]:
         """Which workers differ in arrays that should be equal, and in which one first.
 
         Compares as `oxs.fingerprint` does: the value of more than half of the workers
@@ -451,11 +454,13 @@ class Workers:
 
         Args:
             state: A state of all workers.
+            also: Numbers of the program that are in no state, by name, such as
+                `{"rate": 0.1}`: what each process has is compared for its workers.
 
         Returns:
             For each worker that differs, the path in `state` of the first array
-                that does; empty if all agree. A worker is given by its number, or
-                with several axes by its position along each.
+                that does, or `also['rate']`; empty if all agree. A worker is given by
+                its number, or with several axes by its position along each.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -466,8 +471,11 @@ class Workers:
             >>> workers.fingerprint((params.at[2, 1].set(1.5), state))
             {2: '[0]'}
         """
+        said = said_of(also)
         form, arrays, _ = self._all(state, "workers.fingerprint")
-        return differing(self._layout, form, arrays)
+        told = Processes(TIMEOUT).told(said, "workers.fingerprint") if said else []
+        numbers = differing_numbers(self._layout, told)
+        return {**numbers, **differing(self._layout, form, arrays)}
 
     def resize(
         self,
@@ -610,8 +618,10 @@ class Workers:
         n, *_ = self._layout.numbers(leaves)
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
-            place = x.sharding if n == self.sizes[0] else self._layout.whole
             shape = saved[name].shape[: x.ndim]  # without the data of a random key
+            # Of other workers, or of another number of devices inside of each.
+            fits = n == self.sizes[0] and shape == x.shape
+            place = x.sharding if fits else self._layout.whole
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
         shapes = treedef.unflatten(template.values())
         leaves = jax.tree.leaves(source.read(folder, shapes))

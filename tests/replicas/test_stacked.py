@@ -2,12 +2,14 @@
 
 import functools
 import re
+import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import optx_sync as oxs
@@ -155,6 +157,94 @@ def test_pods_that_share_out_their_matrices():
         assert x.sharding.spec == spec == jax.P(*["pods", "fsdp"][: x.ndim])
 
 
+def shampoo(rate):
+    """For each matrix two that are accumulated, and how many gradients it has seen."""
+
+    def init(params):
+        def of(x):
+            if x.ndim < 2:
+                return None
+            both = (jnp.eye(n) * 1e-3 for n in x.shape)
+            return (*both, jnp.zeros((), x.dtype))
+
+        return jax.tree.map(of, params)
+
+    def update(updates, state, params=None):
+        def one(g, own):
+            if own is None:
+                return -rate * g, None
+            left, right, seen = own
+            left, right, seen = left + g @ g.T, right + g.T @ g, seen + jnp.mean(g * g)
+            roots = []
+            for x in (left, right):
+                values, vectors = jnp.linalg.eigh(x)
+                roots.append((vectors * values[None] ** -0.25) @ vectors.T)
+            return -rate * roots[0] @ g @ roots[1] / (1 + seen), (left, right, seen)
+
+        leaves, treedef = jax.tree.flatten(updates)
+        pairs = zip(leaves, treedef.flatten_up_to(state), strict=True)
+        new, now = zip(*(one(g, own) for g, own in pairs), strict=True)
+        return treedef.unflatten(new), treedef.unflatten(now)
+
+    return optax.GradientTransformation(init, update)
+
+
+def in_memory(state, start):
+    """What was computed elsewhere, on the host."""
+    return jax.tree.map(np.asarray, state)
+
+
+def from_orbax(state, start):
+    """Its own way to read arrays of other shapes."""
+    with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
+        )
+        return manager.restore(1, args=ocp.args.StandardRestore(like, strict=False))
+
+
+# Of six alike four and eight devices hold eight rows, and two hold six.
+TWO, FOUR_TOO, EIGHT_TOO = {"fsdp": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 4}
+GOES_ON: Any = {
+    "as many rows": (in_memory, muon(), FOUR_TOO, EIGHT_TOO, "Explicit"),
+    "fewer rows": (in_memory, shampoo(0.1), EIGHT_TOO, TWO, "Auto"),
+    "more rows": (in_memory, shampoo(0.1), TWO, EIGHT_TOO, "Explicit"),
+    "Orbax, fewer rows": (from_orbax, muon(), EIGHT_TOO, TWO, "Explicit"),
+    "Orbax, more rows": (from_orbax, muon(), TWO, EIGHT_TOO, "Auto"),
+}
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_goes_on_on_other_devices_and_axes(case):
+    """As whole arrays do that stay where they are."""
+    how, tx, before, after, kind = GOES_ON[case]
+    first = {"blocks": PARAMS["blocks"], "bias": PARAMS["bias"]}
+    expected, state = first, tx.init(first)
+    whole = jax.jit(step_of(tx))
+    found: Any = None
+    for k, sizes in enumerate((before, after, after)):
+        grads = {name: jax.tree.map(lambda x, k=k: x[k], GRADS[name]) for name in first}
+        expected, state = whole(expected, state, grads)
+        mesh, stacked = mesh_of(sizes, kind), oxs.stacked(tx, jax.P(tuple(sizes)))
+        with jax.set_mesh(mesh):
+            params = on(mesh, first)
+            start = params, jax.jit(stacked.init)(params)
+            given: Any = found or start
+            if k == 1:
+                params, own = how(found, start)
+                given = on(mesh, params), own
+            found = jax.jit(step_of(stacked))(*given, on(mesh, grads))
+        # After one step it lies as one that began on so many devices.
+        assert jax.tree.structure(found) == jax.tree.structure(start)
+        for x, y in zip(*map(jax.tree.leaves, (found, start)), strict=True):
+            assert x.shape == y.shape and np.isfinite(x).all()  # padding, too
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    for one, two in zip(*map(jax.tree.leaves, (found[0], expected)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+
+
 BOTH = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
 MESH, MUON, P = mesh_of({"data": 2, "fsdp": 4}), muon(), jax.P
 FOUR, EIGHT = (
@@ -171,8 +261,8 @@ oxs.stacked(MUON, P(None, "fsdp"))
 oxs.stacked(MUON, P("fsdp", "data"))
     # ValueError: in its first place and no other
 oxs.stacked(MUON, "fsdp")  # TypeError: spec must be a jax.P.*got 'fsdp'
-EIGHT.update(BOTH, FOUR.init(BOTH), BOTH)
-    # ValueError: 4 rows, and 2 leaves on 8 devices need 8
+EIGHT.update(BOTH, FOUR.init({"a": BOTH["a"]}), BOTH)
+    # ValueError: at \['a'\] is of 1 leaves that are alike, and these parameters have 2
 oxs.stacked(CLIPPED, jax.NamedSharding(MESH, P("fsdp"))).init(BOTH)
     # ValueError: reads all of the gradient of \['b'\].*oxs.stacked\(inner
 """)
