@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
@@ -97,7 +98,11 @@ def kept(panels: Iterable[Panel]) -> list[dict[str, Any]]:
         for line in panel.lines:
             y = np.atleast_2d(np.asarray(line.y, float))
             rows = [y.mean(0), y.min(0), y.max(0)] if len(y) > 1 else [y[0]]
-            one = {**line._asdict(), "x": np.asarray(line.x, float), "y": rows}
+            one = {
+                **line._asdict(),
+                "x": np.atleast_1d(line.x).astype(float),
+                "y": rows,
+            }
             of["lines"].append({k: v for k, v in one.items() if len(v)})
         found.append(of)
     return found
@@ -134,17 +139,21 @@ def figure_of(panels: Any, columns: int = 1) -> Figure:
             continue
         of = panels[place]
         for line in of["lines"]:
-            _draw(axes, line, colours.get(line["label"], GREY), handles)
+            _draw(axes, line, _colour(line, colours), handles)
         if at := of.get("shaded"):
             axes.axvspan(*at, color=GREY, alpha=0.2, lw=0)
         for axis in of.get("log", ""):
             axes.set(**{f"{axis}scale": "log"})
-        axes.set(xlabel=of["x"], ylabel=of.get("y", ""), title=of.get("title", ""))
+        axes.set(
+            xlabel=of.get("x", ""), ylabel=of.get("y", ""), title=of.get("title", "")
+        )
         axes.set(ylim=of.get("ylim"), xlim=of.get("xlim"))
         # What the panel before, or the one below, says as well stands there only.
         if place % columns and panels[place - 1].get("y") == of.get("y"):
             axes.set_ylabel("")
-        if any(below["x"] == of["x"] for below in panels[place + columns :][:1]):
+        if any(
+            below.get("x") == of.get("x") for below in panels[place + columns :][:1]
+        ):
             axes.set_xlabel("")
         if names := of.get("names"):
             axes.set_yticks(range(len(names)), names)
@@ -161,7 +170,7 @@ def figure_of(panels: Any, columns: int = 1) -> Figure:
     for of, axes in zip(panels, places.flat, strict=False):
         if of.get("at_points"):
             ends = [
-                (line["x"][-1], line["y"][0][-1], line["label"], colours[line["label"]])
+                (line["x"][-1], line["y"][0][-1], line["label"], _colour(line, colours))
                 for line in of["lines"]
                 if line["label"] in colours
             ]
@@ -186,9 +195,14 @@ def _ticks(axes: Any, of: Mapping[str, Any]) -> None:
             axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
+def _colour(line: Mapping[str, Any], colours: Mapping[str, str]) -> str:
+    """Its own, or that of its label; grey without a label."""
+    return line.get("colour") or colours.get(line["label"], GREY)
+
+
 def _draw(axes: Any, line: Mapping[str, Any], colour: str, handles: dict) -> None:
     """One line, with its range."""
-    x, (y, *ends), colour = line["x"], line["y"], line.get("colour", colour)
+    x, (y, *ends) = line["x"], line["y"]
     hidden = line["label"][:1] in ("", "_")
     look: Any = {"color": colour, "alpha": 0.6 if hidden else 1.0}
     look["zorder"] = 1.9 if hidden else 2.2
@@ -210,14 +224,17 @@ def label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
     figure.set_layout_engine("none")  # What stands inside of axes moves nothing.
     to_pixels, inside = axes.transData.transform, axes.get_window_extent()
     dots = [np.zeros((0, 2))]
+    bars = [of for of in axes.collections if isinstance(of, LineCollection)]
+    paths = [np.asarray(part) for of in bars for part in of.get_segments()]
     for line in axes.get_lines():
-        at = to_pixels(np.column_stack(line.get_data()).astype(float))
-        at = at[np.isfinite(at).all(1)]
-        dots.append(at)
-        if line.get_linestyle() != "None":
-            for a, b in itertools.pairwise(at):
-                steps = max(2, int(np.hypot(*(b - a)) // 4))
-                dots.append(a + (b - a) * np.linspace(0, 1, steps)[:, None])
+        path = np.column_stack(line.get_data()).astype(float)
+        paths += [path] if line.get_linestyle() != "None" else []
+        dots.append(to_pixels(path))
+    for path in paths:
+        for start, end in itertools.pairwise(to_pixels(path)):
+            if np.isfinite([start, end]).all():
+                steps = max(2, int(np.hypot(*(end - start)) // 4))
+                dots.append(start + (end - start) * np.linspace(0, 1, steps)[:, None])
     taken, dots = [], np.concatenate(dots)
     own = to_pixels([(x, y) for x, y, *_ in points])
     crowd = [np.sum(np.hypot(*(dots - at).T) < 40) for at in own]
@@ -250,7 +267,7 @@ def label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
                     and box.y1 <= inside.y1
                 )
                 over = sum(t.overlaps(box) for t in taken)
-                cost = gap + 12 * near.sum() + 200 * over + 60 * crossed + 500 * out
+                cost = gap + 15 * near.sum() + 200 * over + 60 * crossed + 500 * out
                 if best is None or cost < best[0]:
                     best = cost, gap, middle, start, box
         assert best is not None
