@@ -249,6 +249,8 @@ def label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
         size = text.get_window_extent(renderer)
         half, best = np.array([size.width, size.height]) / 2, None
         for gap in (9, 12, 15, 20, 26, 33, 41, 50, 60, 71, 83):
+            if best and best[0] <= gap:
+                break  # Nothing farther costs less.
             for angle in angles:
                 way = np.array([np.cos(np.radians(angle)), np.sin(np.radians(angle))])
                 toward = np.where(abs(way) < 0.3, 0, np.sign(way))
