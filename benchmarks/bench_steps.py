@@ -206,7 +206,8 @@ def dense_panel(times: Mapping[str, Any], where: str) -> Panel:
         of = [times[name].get(side) for name in names]
         at = [(np.median(ms), n) for n, ms in enumerate(of) if ms]
         if at:
-            lines.append(Line(side, *np.transpose(at), "o"))
+            middles, rows = np.transpose(at)
+            lines.append(Line(side, middles, rows, "o"))
     return Panel(f"milliseconds of a step, {where}", "", lines, names=names)
 
 

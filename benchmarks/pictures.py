@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+from cycler import cycler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ from PIL import Image
 WIDTH, MOST = 4.2, 12  # inches of a picture, and labels in it
 GREY = "#7f7f7f"  # of text and axes: as far from white as from the dark page
 COLOURS = "#4A82BD #E5566A #2E9440 #B08D1A #8F6BD6 #1F9CB8 #C0509A".split()
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -52,7 +53,7 @@ STYLE: dict[str, Any] = {
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLOURS),
     "lines.linewidth": 1.4,
     "lines.markersize": 4,
     "hatch.color": GREY,
@@ -256,7 +257,8 @@ def label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
                 toward = np.where(abs(way) < 0.3, 0, np.sign(way))
                 middle = at + gap * way + toward * half
                 box = Bbox([middle - half - 1, middle + half + 1])
-                near = (dots > box.min - 2).all(1) & (dots < box.max + 2).all(1)
+                near = (dots > middle - half - 3).all(1)
+                near &= (dots < middle + half + 3).all(1)
                 start = middle - toward * half
                 leader = at + (start - at) * np.linspace(0.15, 1, 12)[:, None]
                 crossed = sum(
@@ -292,7 +294,8 @@ def labels_of(figure: Figure) -> list[str]:
     boxes = [*figure.legends]
     for axes in figure.axes:
         texts += axes.texts
-        boxes += [axes.get_legend()] if axes.get_legend() else []
+        if box := axes.get_legend():
+            boxes.append(box)
         texts += [t for t in axes.get_yticklabels() if t.get_text()[:1].isalpha()]
         texts += [t for t in axes.get_xticklabels() if t.get_text()[:1].isalpha()]
     texts += [text for box in boxes for text in box.get_texts()]

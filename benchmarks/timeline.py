@@ -196,7 +196,8 @@ def drawn(events: Sequence[Sequence[Any]], said: Mapping[str, float]) -> list[Pa
     lines = []
     for kind, (name, look, colour) in MARKS.items():
         at = [(time, worker) for what, worker, time, *_ in events if what == kind]
-        lines.append(Line(name, *np.transpose(at), look, colour))
+        times, workers = np.transpose(at)
+        lines.append(Line(name, times, workers, look, colour))
     names, span = [f"worker {n}" for n in range(WORKERS)], (said["stop"], said["go_on"])
     return [Panel("seconds", "", lines, names=names, shaded=span)]
 
