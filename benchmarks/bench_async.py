@@ -23,6 +23,7 @@ import on_ray
 import optax
 import ray
 import report
+from pictures import GREY
 from report import Line, Panel
 
 import optx_sync as oxs
@@ -211,7 +212,9 @@ def study(page, settings):
             known = str(TENSORFLOW[size])
             rows.append(["TensorFlow 1.15, a round", known, "", "", "", ""])
         page.table("exchanges", rows, size=size, workers=count)
-    names = [NUMPY, STEPPING, *rules, SEND, RAY_ALONE, "copy"]
+    # Those with a colour of their own: the tables have all.
+    alone = [rule for rule in rules if rule in ("local_sgd", "diloco")]
+    names = [NUMPY, STEPPING, *alone, SEND, RAY_ALONE, "copy"]
     panels = []
     for count in counts:
         lines = []
@@ -220,7 +223,7 @@ def study(page, settings):
             lines.append(Line(name, there, [medians[x, count][name] for x in there]))
         if count == 2:
             known = [TENSORFLOW[size] for size in sizes]
-            lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:"))
+            lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:", GREY))
         title = f"{count} workers, ms per exchange"
         panels.append(Panel("floats in the variables", title, lines, log="xy"))
     page.picture(panels)

@@ -72,13 +72,23 @@ def one_size(page: Any, numbers: int, turns: int) -> dict[str, list[float]]:
     return passes
 
 
+def panel(passes: Any, sizes: Any) -> Panel:
+    """What coding and decoding take, a row a code."""
+    rows = range(len(passes))
+    lines = [
+        Line(f"{size:,} numbers", [of[n] for of in passes.values()], rows, "o")
+        for n, size in enumerate(sizes)
+    ]
+    what = "passes over the data, coding and decoding"
+    return Panel(what, "", lines, log="x", names=list(passes))
+
+
 def study(page: Any, settings: Any) -> None:
     """Measure all sizes."""
     sizes = settings["sizes"]
     found = {n: one_size(page, n, settings["turns"]) for n in sizes}
     passes = {name: [sum(found[n][name]) for n in sizes] for name in CODES}
-    lines = [Line(name, of, sizes) for name, of in passes.items()]
-    page.picture([Panel("passes over the data", "numbers", lines)])
+    page.picture([panel(passes, sizes)])
 
 
 if __name__ == "__main__":

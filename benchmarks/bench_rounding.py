@@ -132,10 +132,10 @@ def study(page: Any, settings: Any) -> None:
         workers=size[0],
     )
     lines = [
-        Line(name.replace("`", ""), [e[0] for e in of], workers)
+        Line(name.replace("`", ""), workers, [e[0] for e in of])
         for name, of in rows.items()
     ]
-    page.picture([Panel("RMS error / RMS of the mean", "workers", lines)])
+    page.picture([Panel("workers", "RMS error / RMS of the mean", lines, log="xy")])
 
 
 if __name__ == "__main__":

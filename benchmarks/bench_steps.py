@@ -36,6 +36,8 @@ TOUCHED_ONLY = (
     "custom_adam",
 )
 SMALL = ("gradient_descent", "momentum", "adagrad", "adam")
+# In the picture, which has room for twelve names; the table has all.
+DRAWN = (*SMALL, "rmsprop", "ftrl", "amsgrad", "nadam")
 TABLES = ("gradient_descent", "momentum", "adagrad", "rmsprop", "ftrl", "custom_adam")
 
 
@@ -197,6 +199,18 @@ def dense_tables(page: Report, results: Mapping[str, Found], where: str) -> None
     page.table("builds", builds, where=where)
 
 
+def dense_panel(times: Mapping[str, Any], where: str) -> Panel:
+    """Median times of a step of a few, by side."""
+    names, lines = [name for name in DRAWN if name in times], []
+    for side in SIDES:
+        of = [times[name].get(side) for name in names]
+        at = [(np.median(ms), n) for n, ms in enumerate(of) if ms]
+        if at:
+            middles, rows = np.transpose(at)
+            lines.append(Line(side, middles, rows, "o"))
+    return Panel(f"milliseconds of a step, {where}", "", lines, names=names)
+
+
 def dense(options: Any, quick: bool) -> None:
     """All of the catalogue, on large and on small leaves."""
     page = Report("bench_dense", options)
@@ -211,15 +225,8 @@ def dense(options: Any, quick: bool) -> None:
         found = each(where, lambda name, plan=plan: measure(name, *plan), names)
         dense_tables(page, found, where)
         same_ends(page, [of.apart.get("TensorFlow") for of in found.values()])
-        lines = []
-        for side in SIDES:
-            times = [of.times.get(side) for of in found.values()]
-            at = [(np.median(of), n) for n, of in enumerate(times) if of]
-            if at:
-                middles, numbers = np.transpose(at)
-                lines.append(Line(side, middles, numbers, "o"))
-        label = f"milliseconds of a step, {where}"
-        page.picture([Panel(label, "", lines, names=list(names))], kind)
+        times = {name: of.times for name, of in found.items()}
+        page.picture([dense_panel(times, where)], kind)
         page.data(**{kind: {n: dataclasses.asdict(f) for n, f in found.items()}})
     page.save()
 

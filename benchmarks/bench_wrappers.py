@@ -202,7 +202,7 @@ def picture(page: Report, measured: Any) -> None:
     for setting, arm in itertools.product(SETTINGS, looks):
         times = {name: measured[setting, name] for name in CASES}
         of = [ratios(t, arm, HAND, CASES[name].period)[2] for name, t in times.items()]
-        label = f"{in_words(setting)}{', noise' * (arm == AGAIN)}"
+        label = "_noise" if arm == AGAIN else in_words(setting)
         lines.append(Line(label, of, range(len(CASES)), looks[arm]))
     page.picture([Panel("time of a period / by hand", "", lines, names=list(CASES))])
 

@@ -187,16 +187,18 @@ def percent(losses, than):
     return worse.mean(), of_seeds(worse, "+.2f", " %")
 
 
-def picture(page, settings, studies, look_of, ylim=None, ends=()):
-    """The loss against steps and, where there are `ends`, against bytes sent."""
+def curves_of(settings, studies, ylim):
+    """A panel of the loss against steps."""
     every = settings["steps"] // settings["evaluations"]
     steps = np.arange(every, settings["steps"] + 1, every)
-    curves = [Line(n, steps, of["curve"], look_of(n)) for n, of in studies.items()]
-    loss, sent = "loss, nats per character", f"bytes that each of {WORKERS} sent"
-    panels = [Panel("steps", f"validation {loss}", curves, ylim=ylim)]
-    if ends:
-        panels.append(Panel(sent, f"test {loss}", ends, log="x"))
-    page.picture(panels)
+    curves = [Line(n, steps, of["curve"], "-") for n, of in studies.items()]
+    return Panel("steps", "validation loss, nats", curves, ylim=ylim)
+
+
+def against_bytes(lines):
+    """A panel of the loss at the end against what was sent, names at the points."""
+    sent = f"bytes that each of {WORKERS} workers sent"
+    return Panel(sent, "test loss, nats a character", lines, log="x", at_points=True)
 
 
 def about():

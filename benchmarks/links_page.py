@@ -213,9 +213,11 @@ def scatter(page: Report, kept: Sequence[Compared]) -> None:
                 times = [1e3 * getattr(one, when) for one in those]
                 lines.append(Line(f"{count} processes", found, times, look))
         ends = [1e3 * end(one.found for one in kept) for end in (min, max)]
-        lines.append(Line("equal", ends, ends, "-"))
-        panels.append(Panel("measured, ms a step", "audit.time", lines, title, "xy"))
-    page.picture(panels)
+        lines.append(Line("_equal", ends, ends, "-"))
+        panels.append(
+            Panel("measured, ms a step", "audit.time, ms", lines, title, "xy")
+        )
+    page.picture(panels, columns=2)
 
 
 def published(page: Report) -> None:

@@ -22,7 +22,7 @@ import on_ray
 import optax
 import report
 from faults import RULES
-from report import Line, Panel
+from report import COLOURS, Line, Panel
 
 from optx_sync import runtime
 
@@ -120,18 +120,14 @@ def study(page, settings):
     ]
     page.table("seconds", rows)
     page.table("published", PUBLISHED)
-    ranks = np.arange(1, number + 1)
-    panels = [
-        Panel(
-            "death, from the quickest recovery on",
-            "seconds to the next push",
-            [Line(name_of(r), ranks, sorted(of[kind])) for r, of in found.items()],
-            title=page.words["texts"][kind],
-            log="y",
-        )
-        for kind in kinds
-    ]
-    page.picture(panels)
+    lines, names = [], [name_of(rule) for rule in found]
+    for shift, kind in zip((-0.2, 0.0, 0.2), kinds, strict=True):
+        for place, of in enumerate(found.values()):
+            ends = np.quantile(of[kind], [0.25, 0.5, 0.75])
+            said = page.words["texts"][kind]
+            label, colour = f"{'_' * (place > 0)}{said}", COLOURS[kinds.index(kind)]
+            lines.append(Line(label, ends, [place + shift] * 3, "|-", colour))
+    page.picture([Panel("seconds to the next push", "", lines, names=names)])
     page.text("load", load=round(os.getloadavg()[0], 1), cores=os.cpu_count())
 
 

@@ -1,6 +1,7 @@
 """What the benchmarks and reproductions share: how to time, and what to write down.
 
-    python benchmarks/report.py      # all pages anew from their JSON files
+    python benchmarks/report.py             # all pages anew from their JSON files
+    python benchmarks/report.py --pictures  # and all pictures
 
 A script makes a `Report`, adds tables and pictures to it, which are printed as they
 come, and saves it: NAME.json with everything, NAME.md and NAME.png to look at. What its
@@ -18,15 +19,14 @@ import os
 import platform
 import time
 import tomllib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
+from pictures import COLOURS, Line, Panel, figure_of, kept, save  # noqa: F401
 from rich.progress import track
 
 HERE = Path(__file__).parent
@@ -37,10 +37,6 @@ SUMMARY = """What was measured, a page each: what was done, beside what, and on 
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
 checked anywhere, is no page but a test."""
 STAGES = ("trace", "lower", "compile")
-# Inches of a picture with so many columns: a page shows it about seven inches wide,
-# where its text of ten points can still be read.
-WIDTHS = 5.8, 8.6, 9.6
-COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -183,93 +179,27 @@ def grid(what: str, function: Callable, axes: Sequence[Any], pool: Any = None) -
     return jax.tree.map(lambda *of: np.reshape(of, (*size, *np.shape(of[0]))), *found)
 
 
-class Line(NamedTuple):
-    """A line of a panel: numbers, or rows of them, of which mean and range are seen."""
-
-    label: str
-    x: Any
-    y: Any
-    look: str = "o-"
-
-
-class Panel(NamedTuple):
-    """A part of a picture, with the labels of its axes."""
-
-    x: str
-    y: str
-    lines: Sequence[Line]
-    title: str = ""
-    log: str = ""  # the axes that are logarithmic: "x", "y" or "xy"
-    ylim: tuple[Any, Any] | None = None
-    names: Sequence[str] = ()  # of the places 0, 1, ... on the vertical axis
-
-
-def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
-    """A picture of panels side by side, with a legend where labels are new."""
-    columns = columns or min(len(panels), len(WIDTHS))
-    rows, known = -(-len(panels) // columns), set()
-    width = WIDTHS[columns - 1]
-    tall = max(0.7 * width / columns, *(0.3 * len(of.names) for of in panels))
-    most = max(len(panel.lines) for panel in panels)
-    tall += 0.12 * most * (most > 4) / rows
-    figure = Figure(figsize=(width, 0.6 + tall * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flat
-    for place, axes in enumerate(places):
-        if place >= len(panels):
-            axes.set_axis_off()
-            continue
-        panel = panels[place]
-        for number, (label, x, y, look) in enumerate(panel.lines):
-            y = np.atleast_2d(np.asarray(y, float))
-            style: Any = {"color": COLOURS[number % len(COLOURS)]}
-            axes.plot(x, y.mean(0), look, ms=4, label=label, **style)
-            if len(y) > 1:
-                axes.fill_between(x, y.min(0), y.max(0), alpha=0.2, lw=0, **style)
-        axes.set(xlabel=panel.x, ylabel=panel.y)
-        axes.set_title(panel.title, fontsize="medium")
-        axes.set(**{f"{axis}scale": "log" for axis in panel.log}, ylim=panel.ylim)
-        # What the panel before, or the one below, says as well stands there only.
-        if place % columns and panels[place - 1].y == panel.y:
-            axes.set_ylabel("")
-        if any(below.x == panel.x for below in panels[place + columns :][:1]):
-            axes.set_xlabel("")
-        if panel.names:
-            axes.set_yticks(range(len(panel.names)), panel.names)
-            axes.invert_yaxis()
-        axes.grid(alpha=0.3)
-        if new := {line.label for line in panel.lines} - known:
-            look: Any = {"frameon": False, "fontsize": "small"}
-            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-            if len(new) <= 4:
-                axes.legend(**look)
-            elif all(new >= {line.label for line in of.lines} for of in panels):
-                named = axes.get_legend_handles_labels()
-                figure.legend(*named, loc="outside lower center", ncols=3, **look)
-            else:  # Inside of the panel they would cover lines.
-                axes.legend(ncols=2, columnspacing=1, **below, **look)
-            known |= new
-    return figure
-
-
 class Report:
     """What one script found out: printed as it comes, then a JSON file and its page.
 
     Args:
         name: Of the files, such as "bench_dense", and in `pages.toml`.
         options: The parsed `arguments`.
-        values: For the places in the page's `about` that wait for them.
+        values: For the places in the page's `about`, and under its pictures, that wait
+            for them.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, **values: Any) -> None:
         self.words, self.folder = PAGES[name], folder_of(options)
         self.quick: bool = options.quick
+        self._values = values
         self.folder.mkdir(parents=True, exist_ok=True)
         self._start = time.perf_counter()
         about = self.words["about"].format(**values).strip()
         known = {"name": name, "title": self.words["title"], "quick": self.quick}
         empty = {key: [] for key in ("texts", "tables", "pictures")}
         known |= {"machine": machine(), "about": about}
-        self._found: dict[str, Any] = {**known, **empty, "data": {}}
+        self._found: dict[str, Any] = {**known, **empty, "drawn": {}, "data": {}}
         print(f"# {self.words['title']}")
 
     def text(self, key: str, **values: Any) -> None:
@@ -290,17 +220,17 @@ class Report:
         """Keep more numbers in the JSON file, without showing them."""
         self._found["data"].update(named)
 
-    def picture(self, panels: Any, key: str = "", columns: int = 0, **values) -> None:
-        """Write a picture, of panels or drawn, beside the page, and show it there."""
+    def picture(
+        self, panels: Sequence[Panel], key: str = "", columns: int = 1, **values: Any
+    ) -> None:
+        """Draw panels beside the page, show them there, and keep them in the JSON."""
         file = f"{self._found['name']}{'_' if key else ''}{key}.png"
-        caption = self.words["pictures"][key or "picture"].format(**values)
-        with warnings.catch_warnings():
-            # The best place for a legend takes a second to find on a busy machine.
-            warnings.filterwarnings("ignore", "Creating legend", UserWarning)
-            drawn = isinstance(panels, Figure)
-            figure = panels if drawn else figure_of(panels, columns)
-            figure.savefig(self.folder / file, dpi=110)
+        caption = self.words["pictures"][key or "picture"]
+        caption = caption.format(**{**self._values, **values})
+        drawn = {"columns": columns, "panels": kept(panels)}
+        save(figure_of(panels, columns), self.folder / file)
         self._found["pictures"].append([file, caption])
+        self._found["drawn"][file] = drawn
 
     def save(self) -> None:
         """Write the files, and say where."""
@@ -438,9 +368,21 @@ def summarise(folder: Path) -> str:
     return f"# Measured\n\n{SUMMARY}\n\n{_table(['page', 'here'], rows)}\n"
 
 
+def draw(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw the pictures of a JSON file, from what it keeps of them."""
+    for file, drawn in found.get("drawn", {}).items():
+        save(figure_of(drawn["panels"], drawn["columns"]), folder / file)
+
+
 if __name__ == "__main__":
-    folder = folder_of(arguments(__doc__).parse_args())
+    parser = arguments(__doc__)
+    parser.add_argument("--pictures", action="store_true", help="draw them, too")
+    options = parser.parse_args()
+    folder = folder_of(options)
     for path in folder.glob("*.json"):
-        path.with_suffix(".md").write_text(page_of(json.loads(path.read_text())))
+        found = json.loads(path.read_text())
+        path.with_suffix(".md").write_text(page_of(found))
+        if options.pictures:
+            draw(found, folder)
     (folder / "README.md").write_text(summarise(folder))
     print(f"wrote the pages in {folder}")

@@ -146,27 +146,33 @@ def tabulate_efficiencies(page, workers, periods, commits, train, test):
     page.text("areas", won=won.sum(), cells=won.size)
 
 
+def panels_of(test, workers, periods, batches):
+    """The accuracy at the end, and on the way with the most workers."""
+    unit, ends, curves = "test accuracy, %", [], []
+    for p, o in np.ndindex(len(periods), len(ORDERS)):
+        values = np.moveaxis(100 * test[o, :, p, ..., -1], 0, 2)  # [method, seed, n]
+        lines = [Line(m, workers, y) for m, y in zip(RULES, values, strict=True)]
+        title = f"{list(ORDERS)[o]} at random, lambda = {periods[p]}"
+        ends.append(Panel("n, simulated workers", unit, lines, title))
+    seen = np.linspace(0, batches * BATCH, POINTS + 1) / 1000
+    x = "images seen by all, thousands"
+    for p, period in enumerate(periods):
+        values = zip(RULES, 100 * test[0, -1, p], strict=True)
+        lines = [Line(method, seen, y, "-") for method, y in values]
+        title = f"n = {workers[-1]}, lambda = {period}"
+        curves.append(Panel(x, unit, lines, title, ylim=(50, 100)))
+    return ends, curves
+
+
 def study(page, sizes):
     workers, periods, batches = sizes["workers"], sizes["periods"], sizes["batches"]
     commits, train, test = simulate(**sizes)
     page.text("sizes", **sizes)
-    unit, ends, curves = "test accuracy of the center, %", [], []
-    for o, p in np.ndindex(len(ORDERS), len(periods)):
-        values = np.moveaxis(100 * test[o, :, p, ..., -1], 0, 2)  # [method, seed, n]
-        lines = [Line(m, workers, y) for m, y in zip(RULES, values, strict=True)]
-        title = f"{list(ORDERS)[o]} in random order, lambda = {periods[p]}"
-        ends.append(Panel("n, simulated workers", unit, lines, title))
-    seen = np.linspace(0, batches * BATCH, POINTS + 1) / 1000
-    x = "images seen by all, thousands"
-    for w, p in np.ndindex(len(workers), len(periods)):
-        values = zip(RULES, 100 * test[0, w, p], strict=True)
-        lines = [Line(method, seen, y, "-") for method, y in values]
-        title = f"n = {workers[w]}, lambda = {periods[p]}"
-        curves.append(Panel(x, unit, lines, title, ylim=(50, 100)))
-    page.picture(ends, columns=len(periods))
+    ends, curves = panels_of(test, workers, periods, batches)
+    page.picture(ends, columns=len(ORDERS))
     tabulate_accuracies(page, workers, periods, batches, np.stack([train, test], 3))
     tabulate_efficiencies(page, workers, periods, commits[0], train[0], test[0])
-    page.picture(curves, "curves", len(periods))
+    page.picture(curves, "curves", n=workers[-1])
     page.data(commits=commits, train=train, test=test)
 
 

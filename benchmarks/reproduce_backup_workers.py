@@ -173,12 +173,12 @@ def study(page, sizes):
     means, carried = step_times(page, sizes["draws"], seeds)
     times, counts, rates = training(page, seeds, spares, sizes["updates"], target)
     show_training(page, spares, target, times, counts, rates)
-    b, x = f"b, spare ones of {MACHINES} simulated machines", np.arange(ALL)
+    b, x = f"spare ones of {MACHINES} simulated machines", np.arange(ALL)
     seconds = of_laws(x, means, "-")
     seconds += of_laws(SHOWN, carried, "o:", "{}, late ones end")
     used = of_laws(x, (MACHINES - x) / means, "-")
-    panels = [Panel(b, "mean seconds of a step (simulated)", seconds, log="y")]
-    panels += [Panel(b, "gradients used per simulated second", used)]
+    panels = [Panel(b, "mean seconds of a step", seconds, log="y")]
+    panels += [Panel(b, "gradients used a second", used)]
     page.picture(panels, "steps")
     panels = []
     for what, values, log in (("seconds", times, "y"), ("updates", counts, "")):

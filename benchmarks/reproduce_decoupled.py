@@ -122,7 +122,7 @@ def study(page, settings):
     panels = [
         Panel(
             "virtual seconds",
-            "training loss of the center",
+            "training loss",
             [
                 Line(way, times, found["curve"][i, :, j], "-")
                 for i, way in enumerate(WAYS)

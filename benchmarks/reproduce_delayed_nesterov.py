@@ -98,7 +98,7 @@ def study(page, settings):
             Line(name, runs["rounds"][0], np.maximum(runs["curve"], 1e-6), "-")
             for name, runs in of.items()
         ]
-        axes = "rounds of all workers", "training loss of the center", lines
+        axes = "rounds of all workers", "training loss", lines
         panels.append(Panel(*axes, f"inner rate {rate:g}", "y", (1e-5, 1e2)))
     page.picture(panels)
     kept = {n: {rate: found[n, rate] for rate in rates} for n in OUTERS}

@@ -67,13 +67,8 @@ def study_of(name, steps, evaluations, periods, seeds, sweep):
     return {**known, "curve": runs["iid"]["curve"], **tests}
 
 
-def look_of(name):
-    """How its line is drawn."""
-    return {"averaging": "--", ONE: ":"}.get(name.partition(", H=")[0], "-")
-
-
-def picture(page, studies, sent, settings):
-    """The loss against steps, and the final loss against bytes."""
+def panels_of(studies, sent, settings):
+    """The final loss against bytes, and the loss of a few against steps."""
     ends = []
     for family, kind, look in (
         (SYNC, "iid", "*"),
@@ -84,10 +79,15 @@ def picture(page, studies, sent, settings):
     ):
         names = [name for name in studies if name.startswith(family)]
         losses = np.transpose([studies[n][kind] for n in names])
-        ends.append(Line(f"{family} {kind}", [sent[n] for n in names], losses, look))
-    low, high = studies[SYNC]["curve"].min() - 0.1, studies[ONE]["iid"].mean() + 0.6
-    shown = {name: of for name, of in studies.items() if MILDER not in name}
-    characters.picture(page, settings, shown, look_of, (low, high), ends)
+        label = f"{family.strip(',')}{', non-iid' * (kind == 'non-iid')}"
+        ends.append(Line(label, [sent[n] for n in names], losses, look))
+    low, high = np.min(studies[SYNC]["curve"]) - 0.1, np.mean(studies[ONE]["iid"]) + 0.6
+    families = SYNC, "DiLoCo", "averaging", ONE
+    longest = f", H={max(settings['periods'])}"
+    shown = {name: of for name, of in studies.items()
+             if name.removesuffix(longest) in families}  # fmt: skip
+    curves = characters.curves_of(settings, shown, (low, high))
+    return [characters.against_bytes(ends)], [curves]
 
 
 def study(page, settings):
@@ -126,7 +126,9 @@ def study(page, settings):
         page.text("beside", period=period, rate=COMMON_RATE, **over)
     page.table("rates", sweeps, rates=" | ".join(f"{r:g}" for r in rates))
     page.data(**characters.about(), settings=settings, studies=studies, bytes=bytes_of)
-    picture(page, studies, sent, settings)
+    ends, curves = panels_of(studies, sent, settings)
+    page.picture(ends)
+    page.picture(curves, "curves", longest=max(periods))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,17 @@ def tables(page, found, numbers, periods, rates):
     page.data(rates=rates, test=test, validation=validation)
 
 
+def panels_of(errors, sent, numbers, periods):
+    """Test errors [number, method, period, seed] against tau, and against MB sent."""
+    unit, panels = "test error, %", []
+    for p, of in zip(numbers, errors, strict=True):
+        lines = [Line(m, periods, y.T) for m, y in zip(METHODS, of, strict=True)]
+        title = f"{p} simulated workers"
+        panels.append(Panel("steps between exchanges, tau", unit, lines, title, "xy"))
+    lines = [Line(m, sent, y.T) for m, y in zip(METHODS, errors[-1], strict=True)]
+    return panels, [Panel("MB that a worker exchanged", unit, lines, log="xy")]
+
+
 def study(page, settings):
     """Train, print, draw."""
     numbers, periods, rates = (settings[k] for k in ("numbers", "periods", "rates"))
@@ -166,20 +177,9 @@ def study(page, settings):
     page.text("settings", **{**settings, "rates": shown})
     found = find(**settings)
     tables(page, found, numbers, periods, rates)
-    unit, panels = "test error of the center, %", []
-    for p, of in zip(numbers, found.errors, strict=True):
-        lines = [Line(m, periods, y.T) for m, y in zip(METHODS, of, strict=True)]
-        title = f"{p} simulated workers"
-        panels.append(Panel("steps between exchanges, tau", unit, lines, title, "xy"))
-    page.picture(panels, "tau")
-    panels = []
-    for name, of in zip(METHODS, found.curves[-1], strict=True):
-        lines = [
-            Line(f"tau = {tau}", found.sent[-1, k, -8:], of[k, -8:], "-")
-            for k, tau in enumerate(periods)
-        ]
-        panels.append(Panel("MB exchanged per worker", unit, lines, name, "xy"))
-    page.picture(panels, "bytes", workers=numbers[-1])
+    tau, sent = panels_of(found.errors, found.sent[-1, :, -1], numbers, periods)
+    page.picture(tau, "tau")
+    page.picture(sent, "bytes", workers=numbers[-1])
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def study(page, settings):
         losses = (studies[f"{name}{way}"]["test"] for way in (", no feedback", ""))
         page.text("feedback", name=name, worse=percent(*losses)[1])
     page.data(settings=settings, studies=studies, bytes=sent)
-    characters.picture(page, settings, studies, look_of, ends=points)
+    page.picture([characters.against_bytes(points)])
 
 
 if __name__ == "__main__":

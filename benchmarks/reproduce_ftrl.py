@@ -181,10 +181,12 @@ def compare(page, curves, best_global):
     page.table("published", rows)
     page.data(curves=curves, fobos=fobos[0.25], rda=rda, ogd_count=count, gains=gains)
     lines = [Line(name, of.T[2], of.T[1]) for name, of in middle.items()]
-    _, losses, sizes = best_global.T
-    lines.append(Line("best global rate", sizes, losses, "D"))
+    ends = [f(middle["FTRL"][:, 2]) for f in (np.min, np.max)]
+    lines.append(
+        Line("best global rate", ends, [np.median(best_global[:, 1])] * 2, ":")
+    )
     ylim = 0.96 * middle["FTRL"][0][1], 1.03 * middle["FTRL"][-1][1]
-    unit = "AucLoss = 1 - AUC on test lines"
+    unit = "1 - AUC on test lines"
     page.picture([Panel("non-zero weights", unit, lines, log="x", ylim=ylim)])
 
 

@@ -195,19 +195,19 @@ def everywhere(page, function, plan, *axes):
 
 
 def rates_of(page, name, title, found, merges, numbers, rates):
-    """A table of the best outer rates, and panels of the losses at all."""
-    rows, panels = [], []
+    """A table of the best outer rates, and a panel of the losses at them."""
+    rows, best_of = [], {merge: [] for merge in merges}
     for number in numbers:
-        lines, cells = [], []
+        cells = []
         for merge in merges:
             losses = np.array([found[merge, number, rate] for rate in rates])
             best = int(losses.mean(1).argmin())
             cells += [rates[best], of_seeds(losses[best], ".3f")]
-            lines.append(Line(merge, rates, losses.T))
+            best_of[merge].append(losses[best])
         rows.append((number, *cells))
-        panels.append(Panel("outer rate", f"{number} workers, test loss", lines, title))
     page.table(name, rows, merges=" | ".join(f"{m} | loss" for m in merges))
-    return panels
+    lines = [Line(m, numbers, np.transpose(of)) for m, of in best_of.items()]
+    return [Panel("workers", "test loss, best outer rate", lines, title, "x")]
 
 
 def over_merges(page, name, function, plan, merges, conditions):
@@ -231,7 +231,7 @@ def study(page, settings):
     panels = rates_of(page, "rates", title, small, merges, numbers, rates)
     title = "transformer"
     panels += rates_of(page, title, title, large, merges, some, of_some)
-    page.picture(panels, columns=3)
+    page.picture(panels)
     exact = losses_of(merged("mean"), **plan)
     whole = sum(row.sent for row in characters.sent_by(characters.meeting(PERIOD)))
     rows = []

@@ -73,7 +73,7 @@ def study(page, settings):
     names = [name for name in METHODS if name != "nobody"]
     single, apart = (
         panels_of(found, steps, place, what, names)
-        for place, what in ((1, "accuracy of one worker"), (2, "disagreement"))
+        for place, what in ((1, "accuracy of one"), (2, "disagreement"))
     )
     page.picture([single[0], apart[0], single[1], apart[1]], columns=2)
     page.data(found=found, bytes=sent)

@@ -79,7 +79,7 @@ def study(page, settings):
         kinds = of[:, NONE].max(1), of[:, ONE, 0], of[:, ONE, 1:].max(1)
         rows.append([name, *map(percent, (*kinds, of[:, SPIKE, 0]))])
     page.table("outliers", rows)
-    panels, many = [], "replicas of 8 that send -10 g"
+    panels, many = [], "replicas of 8 that send -10 times their gradient"
     for by_label, title in PARTS.items():
         lines = [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]]
         panels.append(Panel(many, "accuracy", lines, title, ylim=(0, 1)))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import characters
 import numpy as np
-from report import each, of_seeds, processes
+from report import Line, Panel, each, of_seeds, processes
 
 PARTS = 5
 KINDS = "parts", "overlap", "both", "often", "a part in every step"
@@ -66,9 +66,19 @@ def sent_by(period, keywords, *_):
     return in_rounds / period, round(max(row.sent for row in collectives))
 
 
-def look_of(name):
-    """How its line is drawn."""
-    return "--" if "overlap" in name else "-"
+def panels_of(loss, sent):
+    """The loss at the end against the bytes that a worker sends at a time."""
+    lines = [
+        Line(
+            name,
+            [sent[name][1]],
+            np.reshape(of, (-1, 1)),
+            "D" if "overlap" in name else "o",
+        )
+        for name, of in loss.items()
+    ]
+    most = "bytes that a worker sends at a time"
+    return [Panel(most, "test loss, nats a character", lines, log="x", at_points=True)]
 
 
 def study(page, settings):
@@ -86,9 +96,7 @@ def study(page, settings):
         beside = text if key else ""
         rows.append((name, found, beside, rounds, round(mean), most))
     page.table("losses", rows)
-    low = min(np.nanmin(of["curve"]) for of in studies.values())
-    ylim = low - 0.1, low + 1.5
-    characters.picture(page, settings, studies, look_of, ylim)
+    page.picture(panels_of(loss, sent))
     page.data(losses=loss, sent=sent, settings=settings)
 
 

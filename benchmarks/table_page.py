@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import methods
 import numpy as np
-from matplotlib.figure import Figure
 from methods import AXIS, INNER, METHODS, PERIOD, SWEEP, WORKERS, initial, rate_of
-from report import COLOURS, Line, Panel, Report, of_seeds
+from report import Line, Panel, Report, of_seeds
 
 import optx_sync as oxs
 
@@ -19,6 +18,17 @@ BASE, WELL, SECOND = "data parallel", "all well", "second task"
 FT_DILOCO = {25: 2.8, 50: 4.7, 100: 6.3, 200: 7.4, 500: 9.4}
 TROUBLES = ("one slow", "one lost"), ("one poisoned", "one exploding")
 CURVES = (BASE, "EASGD", "local SGD", "DiLoCo", "DiLoCo, a part a step", "SparseLoCo")
+# In the picture, which has room for twelve names; the table has all.
+NAMED = (
+    BASE,
+    "data parallel, Muon",
+    "backup workers",
+    "PowerSGD",
+    "local SGD",
+    "DiLoCo",
+)
+NAMED += "DiLoCo, 4 bits", "DiLoCo, 1 bit, rotated", "MuLoCo", "Decoupled DiLoCo"
+NAMED += ("gossip, exponential",)
 LINKS = {0.1: 0.02, 1: 0.02, 10: 1e-4, 100: 1e-4}  # Gbit/s: seconds of a message
 # Parameters, and the seconds of a step: 2^18, 2^19 and 2^20 tokens a worker, which is
 # 1, 8 and 32 GPUs that make 4e14 useful operations a second each.
@@ -199,48 +209,19 @@ def _curves(page: Report, rows: list[dict], sent: Mapping, steps: int) -> None:
 
 
 def _picture(page: Report, losses: Losses, sent: Mapping[str, Traffic]) -> None:
-    """Each method a point: what it loses, and what it sends."""
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    axes = figure.subplots()
-    kinds = list(dict.fromkeys(METHODS[name].kind for name in sent))
-    points = {}
+    """Each method a point, a few with their names: what it loses, and what it sends."""
+    lines = []
     for name, of in sent.items():
-        found = over(losses, name)
-        colour = COLOURS[kinds.index(METHODS[name].kind)]
-        axes.plot(of.bytes, found.mean(), "o", color=colour, ms=5)
-        axes.vlines(of.bytes, found.min(), found.max(), color=colour, lw=0.8)
-        points[name.removeprefix("DiLoCo, H = ")] = of.bytes, found.mean(), colour
-    axes.set(
-        xscale="log",
-        xlim=(0.01, 30),
-        xlabel="bytes that a worker sends in a step, for each parameter",
-        ylabel="test loss over data parallel's, per cent",
+        found = np.reshape(over(losses, name), (-1, 1))
+        if name in NAMED:
+            lines.append(Line(name, [of.bytes], found, "o"))
+        else:
+            lines.append(Line(f"_{name}", [of.bytes], found.mean(0), "o"))
+    axes = (
+        "bytes a worker sends in a step, a parameter",
+        "test loss over data parallel, %",
     )
-    axes.grid(alpha=0.3)
-    _label(axes, points)
-    dots = [axes.plot([], [], "o", color=COLOURS[n])[0] for n in range(len(kinds))]
-    shown = ["DiLoCo, by its period H" if kind == "period" else kind for kind in kinds]
-    look: Any = {"frameon": False, "fontsize": "small", "ncols": 4}
-    figure.legend(dots, shown, loc="outside lower center", **look)
-    page.picture(figure)
-
-
-def _label(axes: Any, points: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write names right of the points, moved up or down where they would overlap."""
-    to_parts = (axes.transData + axes.transAxes.inverted()).transform
-    places = {name: to_parts((x, y)) for name, (x, y, _) in points.items()}
-    # What is taken, in parts of the axes: from, to, middle height.
-    taken = [(x - 0.006, x + 0.006, y) for x, y in places.values()]
-    moves = sorted(np.arange(-0.2, 0.2, 0.004), key=abs)
-    for name, (x, y) in sorted(places.items(), key=lambda item: -item[1][0]):
-        left, right = x + 0.009, x + 0.012 + 0.0088 * len(name)
-        others = [(end, begin, at) for begin, end, at in taken if begin < right]
-        others = [at for end, begin, at in others if end > left]
-        free = (y + d for d in moves if all(abs(y + d - at) > 0.024 for at in others))
-        height = next(free, y)
-        taken.append((left, right, height))
-        look: Any = {"fontsize": 7.5, "color": points[name][2], "va": "center"}
-        axes.text(left, height, name, transform=axes.transAxes, **look)
+    page.picture([Panel(*axes, lines, log="x", at_points=True)])
 
 
 def _which(page: Report, losses: Losses, sent: Mapping[str, Traffic]) -> None:

@@ -16,15 +16,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import on_ray
 import optax
 import ray
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from report import COLOURS, reproduce, spread
+from report import COLOURS, Line, Panel, reproduce, spread
 
 import optx_sync as oxs
 from optx_sync import runtime
@@ -180,7 +179,6 @@ def study(page, settings):
          f"{len(seen)}, {counted}"],
         ["the most often that it has one", most],
     ])  # fmt: skip
-    page.picture(drawn(of, said))
     steps = [b.seconds for pushes in of["push"] for b in pushes]
     page.text("load", load=round(os.getloadavg()[0], 1), cores=os.cpu_count(),
               exchange=spread(steps, 3))  # fmt: skip
@@ -189,38 +187,26 @@ def study(page, settings):
         [e.kind, e.worker, round(e.time - said.begin, 2), e.global_step, e.local_step]
         for e in history.events
     ]
+    page.picture(drawn(events, since))
     page.data(settings=settings, said=since, events=events)
 
 
-def drawn(of: Any, said: Said) -> Figure:
-    """A panel for each worker: its rounds against seconds."""
-    figure = Figure(figsize=(5.8, 6.2), layout="constrained")
-    panels = figure.subplots(WORKERS, sharex=True, sharey=True)
-    for worker, axes in enumerate(panels):
-        pushes = [e.time - said.begin for e in of["push"][worker]]
-        numbers = np.arange(1, len(pushes) + 1)
-        axes.plot(pushes, numbers, ".-", ms=2.5, lw=1, color=COLOURS[0])
-        stopped = worker == STOPPED
-        shade = {"color": COLOURS[1] if stopped else "0.5", "lw": 0}
-        span = said.stop - said.begin, said.go_on - said.begin
-        axes.axvspan(*span, alpha=0.3 if stopped else 0.12, **shade)
-        for kind, look in MARKS.items():
-            at = np.array([e.time - said.begin for e in of[kind][worker]])
-            axes.plot(at, np.searchsorted(pushes, at), ls="", ms=6, **look)
-        axes.set_ylabel(f"worker {worker}", fontsize="small")
-        axes.grid(alpha=0.3)
-    panels[-1].set_xlabel("seconds")
-    legend = [Line2D([], [], color=COLOURS[0], label="rounds that were used")]
-    legend += [Line2D([], [], ls="", **look) for look in MARKS.values()]
-    place = {"loc": "outside upper center", "ncols": 4, "frameon": False}
-    figure.legend(handles=legend, fontsize="small", **place)
-    return figure
+def drawn(events: Sequence[Sequence[Any]], said: Mapping[str, float]) -> list[Panel]:
+    """A row for each worker, a tick for each round; seconds after the beginning."""
+    lines = []
+    for kind, (name, look, colour) in MARKS.items():
+        at = [(time, worker) for what, worker, time, *_ in events if what == kind]
+        times, workers = np.transpose(at)
+        lines.append(Line(name, times, workers, look, colour))
+    names, span = [f"worker {n}" for n in range(WORKERS)], (said["stop"], said["go_on"])
+    return [Panel("seconds", "", lines, names=names, shaded=span)]
 
 
-MARKS: dict[str, Any] = {
-    "dropped": {"marker": "x", "color": COLOURS[1], "label": "late, dropped"},
-    "join": {"marker": ">", "color": COLOURS[2], "label": "joined"},
-    "left": {"marker": "s", "color": COLOURS[4], "label": "left"},
+MARKS = {
+    "push": ("a round that was used", "|", COLOURS[0]),
+    "dropped": ("late, dropped", "x", COLOURS[1]),
+    "join": ("joined", ">", COLOURS[2]),
+    "left": ("left", "s", COLOURS[4]),
 }
 
 

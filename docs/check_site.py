@@ -50,12 +50,17 @@ LOOK = r"""() => {
         found.push(["word broken" + (of.closest("table") ? ", table" : ""), word[0]]);
     }
   }
-  const dark = document.body.dataset.mdColorScheme === "slate";
   for (const image of article.querySelectorAll("img")) {
     const name = image.getAttribute("src"), look = getComputedStyle(image);
     if (!image.complete || !image.naturalWidth) found.push(["image not there", name]);
-    if (dark && look.backgroundColor !== "rgb(255, 255, 255)")
-      found.push(["image without a white card", name]);
+    if (look.backgroundColor !== "rgba(0, 0, 0, 0)")
+      found.push(["image on a card", name]);
+    const wide = image.getBoundingClientRect().width;
+    if (!name.endsWith(".svg") && wide < Math.min(340, image.naturalWidth))
+      found.push(["image too small to read", `${name}, ${wide} pixels`]);
+    const figure = image.closest("figure") ?? image.closest("p")?.nextElementSibling;
+    if (!figure?.querySelector("figcaption, em"))
+      found.push(["image without a caption", name]);
   }
   return found;
 }"""

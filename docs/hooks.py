@@ -51,6 +51,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
 LONG_CODE = re.compile(r"<code>[^<\s]{30,}</code>")
+# A picture alone, under which no words in italics stand.
+PICTURE = re.compile(r'<p>(<img alt="([^"]+)" src="[^"]+" ?/?>)</p>(?!\s*<p><em>)')
+FIGURE = r"<figure>\1<figcaption>\2</figcaption></figure>"
 DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
 
 
@@ -107,5 +110,9 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Called by MkDocs for each page: long calls may break after a "(" or a "."."""
+    """Called by MkDocs for each page: what a picture shows stands under it.
+
+    Long calls may break after a "(" or a ".".
+    """
+    html = PICTURE.sub(FIGURE, html)
     return LONG_CODE.sub(lambda m: re.sub(r"(?<=[(.])(?=\w)", "<wbr>", m[0]), html)

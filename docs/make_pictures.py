@@ -1,22 +1,34 @@
-"""Draw the pictures of "how replicas agree" with the library itself, into docs/images.
+"""Draw the pictures of the guides into docs/images: styled by benchmarks/pictures.py.
 
 python docs/make_pictures.py
+
+Those of "how replicas agree", "links" and "robust" are made with the library itself,
+the others from JSON: of the table of all methods, and of examples (demo.json,
+language_model.json and elastic.json beside the pictures).
 """
 
 import functools
 import heapq
+import json
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 
 import optx_sync as oxs
 
-IMAGES = Path(__file__).parent / "images"
-COLORS = ["#4477AA", "#EE6677", "#228833", "#CCBB44"]
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from pictures import COLOURS, GREY, WIDTH, Line, Panel, figure_of, save  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+# Of the table of all methods, in the README.
+EIGHT = ("data parallel", "backup workers", "local SGD", "DiLoCo", "DiLoCo, 4 bits")
+EIGHT += "MuLoCo", "PowerSGD", "Decoupled DiLoCo"
 
 # Four workers, each with a bowl of its own; together they have the bowl around zero.
 OPTIMA = jnp.array([[1.5, 0.7], [-0.4, 1.1], [-1.7, -0.5], [0.6, -1.3]])
@@ -56,26 +68,27 @@ def trajectories(rule):
 
 def draw_trajectories():
     """One panel for each rule."""
-    grid = {"sharex": True, "sharey": True, "layout": "constrained"}
-    figure, panels = plt.subplots(2, 2, figsize=(8.4, 7.6), **grid)
+    figure = Figure((WIDTH, 4.5), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
     x, y = np.meshgrid(np.linspace(-3.6, 2.4, 120), np.linspace(-2.2, 3.1, 120))
     for axis, (name, rule) in zip(panels.flat, RULES.items(), strict=True):
         bowl = CURVATURE[0] * x**2 + CURVATURE[1] * y**2
-        axis.contour(x, y, bowl, levels=9, colors="0.88", linewidths=0.8, zorder=0)
+        axis.contour(x, y, bowl, levels=9, colors=GREY, linewidths=0.6, alpha=0.3)
         workers, center = trajectories(rule)
-        for number, color in enumerate(COLORS):
+        axis.grid(visible=False)
+        for number, color in enumerate(COLOURS[:4]):
             path = np.vstack([START, workers[:, number]])
-            axis.plot(*path.T, color=color, linewidth=1.1, label=f"worker {number}")
-            axis.plot(*OPTIMA[number], "x", color=color, ms=8, mew=2)
+            axis.plot(*path.T, color=color, linewidth=0.8, label=f"worker {number}")
+            axis.plot(*OPTIMA[number], "x", color=color, ms=6, mew=1.6)
         rounds = np.vstack([START, center[PERIOD - 1 :: PERIOD]])
-        axis.plot(*rounds.T, "ko-", ms=4.5, label="center, once a round")
-        axis.plot(0, 0, "k*", ms=13, markerfacecolor="white", label="optimum of all")
-        axis.plot([], "x", color="0.3", ms=8, mew=2, label="optimum of a worker")
+        axis.plot(*rounds.T, "o-", color=GREY, ms=3.5, label="center, once a round")
+        axis.plot(0, 0, "*", color=GREY, ms=9, mfc="none", label="optimum of all")
+        axis.plot([], "x", color=GREY, ms=6, mew=1.6, label="optimum of a worker")
         axis.set_title(f"oxs.{name}", family="monospace")
         axis.set_aspect("equal")
     lines = axis.get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(IMAGES / "trajectories.png", dpi=130)
+    figure.legend(*lines, loc="outside lower center", ncols=2)
+    save(figure, IMAGES / "trajectories.png")
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -109,27 +122,28 @@ def run_clock(required):
 
 def draw_stragglers():
     """One panel without a backup replica, one with."""
-    grid = {"sharex": True, "layout": "constrained"}
-    figure, panels = plt.subplots(2, 1, figsize=(9, 4.8), **grid)
+    figure = Figure((WIDTH, 3.4), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
     for axis, required in zip(panels, (4, 3), strict=True):
         bars, updates = run_clock(required)
         for replica, start, end, accepted in bars:
-            look = {"color": COLORS[0 if accepted else 1], "edgecolor": "white"}
-            axis.barh(replica, end - start, left=start, height=0.62, **look)
-        axis.vlines(updates, -0.5, 3.5, color="black", label="update")
+            look = {"color": COLOURS[0 if accepted else 1], "height": 0.62}
+            axis.barh(replica, end - start - 0.06, left=start + 0.03, **look)
+        axis.vlines(updates, -0.5, 3.5, color=GREY, lw=1.6, label="update")
         title = f"replicas_to_aggregate={required} of 4: {len(updates)} updates"
         axis.set_title(title, loc="left")
+        axis.grid(visible=False)
         axis.set_yticks(range(4), ["replica 0", "replica 1", "replica 2", "straggler"])
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.set(ylim=(3.5, -0.5), xlim=(0, UNTIL))
     labels = "computes a gradient that is used", "... that is stale, and dropped"
-    for color, label in zip(COLORS, labels, strict=False):
+    for color, label in zip(COLOURS, labels, strict=False):
         axis.barh(0, 0, color=color, label=label)
-    axis.barh(0, 0, color="white", edgecolor="0.6", label="waits for a token")
+    axis.barh(0, 0, color="none", edgecolor=GREY, label="waits for a token")
     axis.set_xlabel("seconds")
     lines = axis.get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(IMAGES / "stragglers.png", dpi=130)
+    figure.legend(*lines, loc="outside lower center", ncols=2)
+    save(figure, IMAGES / "stragglers.png")
 
 
 def draw_robust():
@@ -150,22 +164,23 @@ def draw_robust():
         return [rule.meet(x, (), "data").mean for rule in rules.values()]
 
     results = jax.vmap(meet, axis_name="data")(sent)
-    figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
-    axis.plot(*honest.T, "o", color="0.45", ms=7, label="gradient of a replica")
-    axis.plot(*liar.T, "X", color=COLORS[1], ms=11, label="gradient that is wrong")
-    axis.plot(*honest.mean(axis=0), "k*", ms=15, label="mean of the honest ones")
-    markers = zip(
-        "sD^vP", ["black", *COLORS[::-1][:2], COLORS[0], "#AA3377"], strict=True
-    )
-    for (name, result), (marker, color) in zip(
-        zip(rules, results, strict=True), markers, strict=True
+    middle = honest.mean(axis=0)
+    lines = [Line("_honest", *honest.T, "o")]
+    lines += [
+        Line(
+            "seven gradients that agree", *honest[[honest[:, 0].argmax()]].T, "o", GREY
+        )
+    ]
+    lines.append(Line("one is wrong, far off at (-3.4, -1.2)", [0.08], [0.2], "X"))
+    for (name, result), marker in zip(
+        zip(rules, results, strict=True), "sD^vP", strict=True
     ):
-        look = {"color": color, "ms": 8, "markeredgecolor": "white", "zorder": 3}
-        axis.plot(*np.asarray(result[0]), marker, linestyle="", label=name, **look)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="upper left", fontsize=9)
-    axis.set_aspect("equal")
-    figure.savefig(IMAGES / "robust.png", dpi=130)
+        lines.append(Line(name, *np.asarray(result[0])[:, None], marker))
+    lines.append(Line("mean of the seven", *middle, "*", GREY))
+    figure = figure_of(
+        [Panel("", "", lines, at_points=True, xlim=(0, 1.7), ylim=(0.1, 1.3))]
+    )
+    save(figure, IMAGES / "robust.png")
 
 
 def draw_links():
@@ -191,19 +206,71 @@ def draw_links():
     plan = oxs.audit.plan(strategies, gbits=gbits, step_seconds=1.01)
     for goal in (0.8, 0.99):
         print(oxs.audit.plan(strategies, gbits=(), step_seconds=1.01, goal=goal))
-    figure, axis = plt.subplots(figsize=(7.6, 5.2), layout="constrained")
-    colors = [*COLORS, "#AA3377", "#66CCEE"]
-    for (name, found), color in zip(plan.utilisation.items(), colors, strict=True):
-        axis.semilogx(gbits, found, color=color, label=name)
+    lines = []
+    for n, (name, found) in enumerate(plan.utilisation.items()):
+        lines.append(Line(name, gbits, found, "-"))
         if name in published:
-            axis.plot(published[name], 0.8, "o", color=color, ms=7)
-    axis.plot([], [], "o", color="0.45", label="published: 80 % from here on")
-    axis.set(xlabel="Gbit/s of the link", ylabel="share of the time that computes")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.3)
-    lines = axis.get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(IMAGES / "links.png", dpi=130)
+            lines.append(Line(f"_{name}", [published[name]], [0.8], "o", COLOURS[n]))
+    lines.append(Line("published: 80 % from here on", [1], [np.nan], "o", GREY))
+    axes = "Gbit/s of the link", "share of the time that computes"
+    save(figure_of([Panel(*axes, lines, log="x")]), IMAGES / "links.png")
+
+
+def draw_methods():
+    """Of the table of all methods the points, eight of them with their names."""
+    table = json.loads((ROOT / "benchmarks" / "results" / "table.json").read_text())
+    [panel] = table["drawn"]["table.png"]["panels"]
+    for line in panel["lines"]:
+        name = line["label"].removeprefix("_")
+        line["label"] = name if name in EIGHT else f"_{name}"
+        if name not in EIGHT:
+            line["y"] = line["y"][:1]
+    save(figure_of([panel]), IMAGES / "methods.png")
+
+
+def draw_demo():
+    """What the demo ended with: test accuracy, standard error, bytes."""
+    lines = []
+    for name, accuracy, _, _, sent in json.loads((IMAGES / "demo.json").read_text()):
+        mean, error = (float(part.strip("% ")) for part in accuracy.split("±"))
+        if sent := int(sent.replace(",", "")):
+            ends = [[mean - error], [mean], [mean + error]]
+            lines.append(Line(name, [sent], ends, "o"))
+        else:  # nothing has no place on a logarithmic axis
+            lines.append(Line(name, [5e7, 2e5], [mean] * 2, "--", GREY))
+    axes = "bytes that each of 8 workers sent", "test accuracy, %"
+    panel = Panel(*axes, lines, log="x", at_points=True, ylim=(95.9, 98.6))
+    save(figure_of([panel]), IMAGES / "demo.png")
+
+
+def draw_language_model():
+    """What the language model ended with: loss, half its range, bytes a step."""
+    rows = json.loads((IMAGES / "language_model.json").read_text())
+    lines = [
+        Line(name, [sent], [[loss - half], [loss], [loss + half]], "o")
+        for name, loss, half, sent in rows
+    ]
+    axes = "bytes a pod sends to the other in a step, in the mean", "held-out loss"
+    panel = Panel(*axes, lines, log="x", at_points=True)
+    save(figure_of([panel]), IMAGES / "language_model.png")
+
+
+def draw_elastic():
+    """The loss of a run with deaths, and who trains."""
+    run = json.loads((IMAGES / "elastic.json").read_text())
+    figure = Figure((WIDTH, 3.2), layout="constrained")
+    loss, number = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    loss.plot(run["seconds"], run["loss"], ".-", color=COLOURS[0], ms=5)
+    number.step(*zip(*run["workers"], strict=True), where="post", color=COLOURS[0])
+    for when, event in run["events"]:
+        for axes in (loss, number):
+            axes.axvline(when, color=COLOURS[1], ls="--", lw=1)
+        above = {"transform": loss.get_xaxis_transform(), "va": "top"}
+        loss.text(when + 1, 0.98, event, rotation=90, color=COLOURS[1], **above)
+    loss.set(yscale="log", ylabel="test loss of the center")
+    number.set(xlabel="seconds", ylabel="workers", ylim=(0, 4.5), yticks=(0, 2, 4))
+    figure.align_ylabels()
+    save(figure, IMAGES / "elastic.png")
 
 
 if __name__ == "__main__":
@@ -211,3 +278,7 @@ if __name__ == "__main__":
     draw_trajectories()
     draw_stragglers()
     draw_robust()
+    draw_methods()
+    draw_demo()
+    draw_language_model()
+    draw_elastic()

@@ -198,6 +198,12 @@ def draw(rounds, happened, began, path):
     loss.set(yscale="log", ylabel="test loss of the center")
     number.set(xlabel="seconds", ylabel="workers", ylim=(0, MOST + 0.5))
     figure.savefig(path, dpi=150)
+    kept = {"seconds": times, "loss": [line["loss"] for line in rounds]}
+    kept["workers"] = [
+        (at, line["workers"]) for at, line in zip(times, rounds, strict=True)
+    ]
+    kept["events"] = [(when - began, event) for when, event in happened]
+    Path(path).with_suffix(".json").write_text(json.dumps(kept))
 
 
 def main(options):

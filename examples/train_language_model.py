@@ -9,6 +9,7 @@ that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. 
 """
 
 import argparse
+import json
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -135,10 +136,12 @@ if __name__ == "__main__":
     table = Table("pods agree by", *titles, caption="of a pod and step; ± half range")
     plot = figure.subplots(subplot_kw={"xscale": "log"})
     plot.set(xlabel="bytes that a pod sent to the other", ylabel="held-out loss")
+    rows = []
     for name in options.only:
         runs = [run(name, seed, options) for seed in options.seeds]
         losses, sizes = np.array([losses for losses, _ in runs]), runs[0][1]
         loss = f"{losses[:, -1].mean():.3f} ± {np.ptp(losses[:, -1]) / 2:.3f}"
+        rows.append((name, losses[:, -1].mean(), np.ptp(losses[:, -1]) / 2, sizes[1]))
         times = (f"{8e3 * sizes[1] / speed:.3g} ms" for speed in (1e9, 1e11))
         table.add_row(name, loss, *(f"{x:,.0f}" for x in sizes), *times)
         x = sizes[1] * options.every * np.arange(1, losses.shape[1] + 1)
@@ -146,4 +149,5 @@ if __name__ == "__main__":
         plot.fill_between(x, losses.min(0), losses.max(0), alpha=0.2)
     plot.legend(frameon=False)
     figure.savefig(f"{options.out}/loss.png", dpi=130)
+    Path(f"{options.out}/loss.json").write_text(json.dumps(rows, indent=1))
     rich.print(table)
