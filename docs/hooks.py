@@ -51,7 +51,7 @@ BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$
 PAGE = """---
 title: {name.path}
 ---
-[All names](index.md) › [{room}]({link})
+[All names](index.md) / [{room}]({link})
 
 ::: optx_sync.{name.path}
     options:
@@ -178,9 +178,10 @@ def on_nav(nav, config, files):
     pages = {page.file.src_uri: page for page in nav.pages}
     for room, some in _rooms():
         own = [files.get_file_from_path(name.page).page for name in some]
-        for page, before, after in zip(own, [pages[room], *own], [*own[1:], None]):
-            page.parent, page.previous_page = pages[room].parent, before
-            page.next_page = after
+        for page in own:
+            page.parent, page.previous_page = pages[room].parent, pages[room]
+        for page, after in itertools.pairwise(own):
+            page.next_page, after.previous_page = after, page
     return nav
 
 
@@ -193,6 +194,7 @@ def on_page_markdown(markdown, page, config, files):
     elif place.startswith("api/"):
         markdown = names.ENTRIES.sub(_table_of, f"{markdown}\n")
     page.meta["search"] = {"boost": 1 if "/" in place else 4}
+    page.meta["search"]["exclude"] = place == "api/index.md"  # it has every word
     page.meta["tags"] = [words for words, of in SEARCHES.items() if place in of]
     for name in names.all_names():
         if place == name.page:

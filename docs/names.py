@@ -1,8 +1,9 @@
 """The names that have a page in the API reference: which, where, and who uses them.
 
-A room's page in docs/api/ lists its names in order, one `::: exchange.quantized` a line,
-by the path that a program writes after `optx_sync.`. hooks.py makes a table of each such
-list, and a page of each name. (What begins with `::: optx_sync.` is mkdocstrings' own.)
+A room's page in docs/api/ lists its names in order, a line each, for example
+`::: exchange.quantized`, by the path that a program writes after `optx_sync.`. hooks.py
+makes a table of each such list, and a page of each name. (What begins with
+`::: optx_sync.` is mkdocstrings' own: the docstring of a whole file.)
 A class whose page would be too long has its methods listed behind it.
 """
 

@@ -1,6 +1,6 @@
 """An extension of Griffe: a package's function hides the file of the same name.
 
-`optx_sync.exchange.quantized` is a function for Python, as `exchange/__init__.py` imports
+`optx_sync.exchange.quantized` is a function for Python: `exchange/__init__.py` imports
 it from the file `exchange/quantized.py`. Griffe, which reads the files, has the file
 there. With this, pages and their anchors have the paths that programs have.
 """
