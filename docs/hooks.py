@@ -47,6 +47,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
+INLINE = re.compile(r":math:`([^`]+)`")
+TITLE = re.compile(r"(<h1[^>]*>)([^<]*)")
+LONG_CODE = re.compile(r"<code>[^<\s]{30,}</code>")
+DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
 # The page of one name.
 PAGE = """---
 title: {name.path}
@@ -62,9 +66,6 @@ title: {name.path}
 {methods}
 {used}
 """
-INLINE = re.compile(r":math:`([^`]+)`")
-LONG_CODE = re.compile(r"<code>[^<\s]{30,}</code>")
-DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
 
 
 class _Docstrings(Preprocessor):
@@ -108,6 +109,8 @@ def on_files(files, config):
         name = "index.md" if path.name == "README.md" else path.name
         place = f"measured/{name}"
         files.append(File.generated(config, place, abs_src_path=str(path)))
+    for cached in (names.all_names, names.by_path, names.texts, _first_lines):
+        cached.cache_clear()  # `mkdocs serve` builds again
     for name in names.all_names():
         files.append(File.generated(config, name.page, content=_page_of(name)))
     return files
@@ -141,6 +144,10 @@ def _first_lines():
         line = package[name.path].docstring.value.partition("\n")[0]
         found[name.path] = line.replace("|", r"\|")
     return found
+
+
+def _by_page():
+    return {name.page: name for name in names.all_names()}
 
 
 def _link(name):
@@ -196,16 +203,19 @@ def on_page_markdown(markdown, page, config, files):
     page.meta["search"] = {"boost": 1 if "/" in place else 4}
     page.meta["search"]["exclude"] = place == "api/index.md"  # it has every word
     page.meta["tags"] = [words for words, of in SEARCHES.items() if place in of]
-    for name in names.all_names():
-        if place == name.page:
-            page.meta["tags"].append(name.path)
-            if name.of not in names.by_path():  # a method is called as anything
-                page.meta["tags"].append(name.last)
+    if name := _by_page().get(place):
+        page.meta["tags"].append(name.path)
+        if name.of not in names.by_path():  # methods have names like `center`
+            page.meta["tags"].append(name.last)
     return markdown
 
 
 def on_page_content(html, page, config, files):
-    """Called by MkDocs for each page: long calls may break after a "(" or a "."."""
+    """Called by MkDocs for each page: where long calls, and names as titles, break."""
+    if page.file.src_uri in _by_page():
+        html = TITLE.sub(
+            lambda m: m[1] + re.sub(r"(?<=[._])(?=\w)", "<wbr>", m[2]), html
+        )
     if page.file.src_uri == "api/index.md":
         html = f'<div class="names">{html}</div>'
     return LONG_CODE.sub(lambda m: re.sub(r"(?<=[(.])(?=\w)", "<wbr>", m[0]), html)

@@ -86,8 +86,8 @@ def methods_of(name: Name) -> list[Name]:
 
 
 @functools.cache
-def _texts() -> dict[str, tuple[str, str, set[str]]]:
-    """Of each page and example: its title, its text and what its code imports."""
+def texts() -> dict[str, tuple[str, str, set[str]]]:
+    """Of each guide and example: its title, its text and what its code imports."""
     files = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "reference").glob("*.md"))]
     found = {}
     for path in [*files, *sorted(EXAMPLES.rglob("*.py"))]:
@@ -122,11 +122,11 @@ def used_in(name: Name) -> tuple[list[tuple[str, str]], list[str]]:
     said = re.compile("|".join(ways))
     often = re.compile(rf"\b{last}\b") if alone else said
     counts = {}
-    for place, (_, text, imported) in _texts().items():
-        if said.search(text) or name.path in imported:
+    for place, (_, text, imported) in texts().items():
+        if last in text and (said.search(text) or name.path in imported):
             counts[place] = len(often.findall(text))
     pages = [place for place in counts if place.endswith(".md")]
     pages.sort(key=lambda place: ("/" in place, -counts[place]))
     programs = [place for place in counts if place.endswith(".py")]
     programs.sort(key=lambda place: -counts[place])
-    return [(page, _texts()[page][0]) for page in pages[:USED]], programs[:2]
+    return [(page, texts()[page][0]) for page in pages[:USED]], programs[:2]
