@@ -7,8 +7,8 @@
 Pages are opened from the disk, as wide as the window of a laptop and of a phone, light
 and dark; every diff is copied, what hooks.py says of searches is tried, also those for
 names, and the table of all methods is sorted and filtered. The index of the API leads
-to each name, and no page of the API is higher than HIGHEST. No test: it wants a browser
-and MINUTES.
+to each name, and no page of the API is higher than HIGHEST. No test: it wants a browser,
+and several minutes.
 """
 
 import argparse
