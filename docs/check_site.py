@@ -5,8 +5,10 @@
     python docs/check_site.py site --browser /usr/bin/chromium
 
 Pages are opened from the disk, as wide as the window of a laptop and of a phone, light
-and dark; every diff is copied, what hooks.py says of searches is tried, and the table
-of all methods is sorted and filtered. No test: it wants a browser, and two minutes.
+and dark; every diff is copied, what hooks.py says of searches is tried, also those for
+names, and the table of all methods is sorted and filtered. The index of the API leads
+to each name, and no page of the API is higher than HIGHEST. No test: it wants a browser,
+and several minutes.
 """
 
 import argparse
@@ -17,12 +19,14 @@ import statistics
 import sys
 from pathlib import Path
 
+import names
 from hooks import SEARCHES
 from playwright.sync_api import sync_playwright
 
 import optx_sync as oxs
 
 WIDTHS = 1280, 420
+HIGHEST = 4000  # pixels of an API page in the wider window
 FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
 --disable-background-networking --disable-component-update""".split()
 
@@ -79,6 +83,8 @@ def look_at(browser, site, width, scheme):
     """All findings (page, what, where) of the pages at one width and in one scheme."""
     view = {"width": width, "height": 900}
     page = browser.new_page(viewport=view, color_scheme=scheme)
+    # Pages of names have no pictures, and so are not looked at in the dark, too.
+    skipped = {name.page for name in names.all_names()} if scheme == "dark" else set()
     found = []
 
     def note(what, where):
@@ -89,7 +95,7 @@ def look_at(browser, site, width, scheme):
     page.on("request", lambda asked: asked.url[:4] == "http" and note("web", asked.url))
     for path in sorted(site.rglob("*.html")):
         name = str(path.relative_to(site))
-        if name == "404.html":
+        if name == "404.html" or name.replace(".html", ".md") in skipped:
             continue
         page.goto(path.as_uri())
         for what, where in page.evaluate(LOOK):
@@ -102,12 +108,48 @@ def look_at(browser, site, width, scheme):
     return found
 
 
+def reference(browser, site):
+    """Findings of the API: names that the index lacks, dead links, long pages."""
+    page = browser.new_page(viewport={"width": WIDTHS[0], "height": 900})
+    index = site / "api" / "index.html"
+    page.goto(index.as_uri())
+    links = page.locator(".names li a:has(code)").evaluate_all(
+        "links => links.map((link) => [link.textContent, link.href])"
+    )
+    wanted = [name.path for name in names.all_names()]
+    if [path for path, _ in links] != wanted:
+        differ = set(wanted) ^ {path for path, _ in links}
+        yield "api/index.html", "names and index differ", f"{differ or 'in order'}"
+    of_page = {one.as_uri(): None for one in (site / "api").glob("*.html")}
+    for path, link in links:
+        of_page[link] = path
+    heights = {}
+    for link, path in of_page.items():
+        page.goto(link)
+        if path and page.locator(f'h1[id="optx_sync.{path}"]').count() != 1:
+            yield "api/index.html", "link without its name", f"{path}: {link}"
+        place = f"api/{link.rpartition('/')[2]}"
+        heights[place] = page.evaluate("document.documentElement.scrollHeight")
+        if heights[place] > HIGHEST:
+            yield place, "page too long", f"{heights[place]} pixels"
+    page.close()
+    longest = sorted(heights.items(), key=lambda pair: -pair[1])[:3]
+    said = ", ".join(f"{name} {height}" for name, height in longest)
+    print(f"{len(links)} names in the index; longest API pages: {said} pixels")
+
+
 def search(browser, site):
     """Findings of the searches whose page is not among the first two."""
+    # What is called the same twice is found by its path.
+    last = [name.last for name in names.all_names()]
+    some = [name for name in names.all_names() if last.count(name.last) == 1][::12]
+    some = [name for name in some if name.of not in names.by_path()]
+    some.append(names.by_path()["exchange.quantized"])
+    of_names = {name.last: [name.page.removeprefix("api/")] for name in some}
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto((site / "index.html").as_uri())
     page.keyboard.press("/")
-    for words, wanted in SEARCHES.items():
+    for words, wanted in {**of_names, **SEARCHES}.items():
         field = page.locator(".md-search__input")
         field.fill("")
         page.wait_for_timeout(300)
@@ -227,7 +269,8 @@ def main():
                 kinds = collections.Counter(what for _, what, _ in some)
                 print(f"{width} pixels, {scheme}: {dict(kinds) or 'nothing found'}")
                 found += some
-        found += [*copy(browser, site), *search(browser, site), *methods(browser, site)]
+        for look in (reference, copy, search, methods):
+            found += look(browser, site)
     for finding, times in collections.Counter(found).items():
         print(*finding, f"({times})" * (times > 1), sep="  ")
     sys.exit(bool(found))

@@ -3,13 +3,18 @@
 Formulas (``.. math::``, ``:math:``, and ``$$`` in pages) become MathML, which browsers
 draw by themselves. Doctests become code blocks: Markdown would read their prompts, and
 a description that begins with ">= 0", as quotations. The pages that benchmarks and
-reproductions write stand beside the others, under measured/. A search finds guides
-before reference and measurements, and what readers look for finds the page about it.
+reproductions write stand beside the others, under measured/. Each public name has a
+page, made of the lists in docs/api/ (names.py). A search finds guides before reference
+and measurements, and what readers look for, or a name, finds the page about it.
 """
 
+import functools
+import itertools
 import re
 from pathlib import Path
 
+import griffe
+import names
 from latex2mathml.converter import convert
 from markdown import Extension
 from markdown.preprocessors import Preprocessor
@@ -50,11 +55,27 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
+TITLE = re.compile(r"(<h1[^>]*>)([^<]*)")
 LONG_CODE = re.compile(r"<code>[^<\s]{30,}</code>")
 # A picture alone, under which no words in italics stand.
 PICTURE = re.compile(r'<p>(<img alt="([^"]+)" src="[^"]+" ?/?>)</p>(?!\s*<p><em>)')
 FIGURE = r"<figure>\1<figcaption>\2</figcaption></figure>"
 DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
+# The page of one name.
+PAGE = """---
+title: {name.path}
+---
+[All names](index.md) / [{room}]({link})
+
+::: optx_sync.{name.path}
+    options:
+      heading_level: 1
+      heading: {name.path}
+      toc_label: {name.path}
+{more}
+{methods}
+{used}
+"""
 
 
 class _Docstrings(Preprocessor):
@@ -98,21 +119,117 @@ def on_files(files, config):
         name = "index.md" if path.name == "README.md" else path.name
         place = f"measured/{name}"
         files.append(File.generated(config, place, abs_src_path=str(path)))
+    for cached in (names.all_names, names.by_path, names.texts, _first_lines):
+        cached.cache_clear()  # `mkdocs serve` builds again
+    for name in names.all_names():
+        files.append(File.generated(config, name.page, content=_page_of(name)))
     return files
+
+
+def _page_of(name):
+    pages, programs = names.used_in(name)
+    links = [f"[{title}](../{page})" for page, title in pages]
+    links += [f"`{program}`" for program in programs]
+    more, methods = name.options.partition("options:\n")[2], ""
+    if some := names.methods_of(name):
+        more = more or "      members: false"
+        methods = f"## Methods\n\n{_table(some)}"
+    return PAGE.format(
+        name=name,
+        room=names.title_of((names.DOCS / name.room).read_text()),
+        link=name.room.removeprefix("api/"),
+        more=more,
+        methods=methods,
+        used="## Used in\n\n- " + "\n- ".join(links) if links else "",
+    )
+
+
+@functools.cache
+def _first_lines():
+    """Of each name's docstring, as a cell of a table."""
+    extensions = griffe.load_extensions(str(names.DOCS / "public_paths.py"))
+    package = griffe.load("optx_sync", search_paths=[ROOT], extensions=extensions)
+    found = {}
+    for name in names.all_names():
+        line = package[name.path].docstring.value.partition("\n")[0]
+        found[name.path] = line.replace("|", r"\|")
+    return found
+
+
+def _by_page():
+    return {name.page: name for name in names.all_names()}
+
+
+def _link(name):
+    return f"[`{name.path}`]({name.page.removeprefix('api/')})"
+
+
+def _table(some):
+    """Names with links to their pages, and what they are."""
+    rows = [f"| {_link(name)} | {_first_lines()[name.path]} |" for name in some]
+    return "\n".join(["| name | |", "|---|---|", *rows, ""])
+
+
+def _table_of(run):
+    """The table for lines of a room's page. Methods stand on that of their class."""
+    some = (names.by_path()[path] for path, _ in names.ENTRY.findall(run[0]))
+    return _table(name for name in some if name.of not in names.by_path())
+
+
+def _rooms():
+    """The place of each room's page, and its names."""
+    return itertools.groupby(names.all_names(), key=lambda name: name.room)
+
+
+def _index():
+    """A list of the names of each room."""
+    for room, some in _rooms():
+        title = names.title_of((names.DOCS / room).read_text())
+        yield f"\n## [{title}]({room.removeprefix('api/')})\n\n"
+        for name in some:
+            yield f"- {_link(name)} {_first_lines()[name.path]}\n"
+
+
+def on_nav(nav, config, files):
+    """Called by MkDocs with the menu: pages of names are of its part for the API."""
+    pages = {page.file.src_uri: page for page in nav.pages}
+    for room, some in _rooms():
+        own = [files.get_file_from_path(name.page).page for name in some]
+        for page in own:
+            page.parent, page.previous_page = pages[room].parent, pages[room]
+        for page, after in itertools.pairwise(own):
+            page.next_page, after.previous_page = after, page
+    return nav
 
 
 def on_page_markdown(markdown, page, config, files):
     """Called by MkDocs for each page: how early a search finds it."""
     place = page.file.src_uri
+    if place == "api/index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown += "".join(_index())
+    elif place.startswith("api/"):
+        markdown = names.ENTRIES.sub(_table_of, f"{markdown}\n")
     page.meta["search"] = {"boost": 1 if "/" in place else 4}
+    page.meta["search"]["exclude"] = place == "api/index.md"  # it has every word
     page.meta["tags"] = [words for words, of in SEARCHES.items() if place in of]
+    if name := _by_page().get(place):
+        page.meta["tags"].append(name.path)
+        if name.of not in names.by_path():  # methods have names like `center`
+            page.meta["tags"].append(name.last)
     return markdown
 
 
 def on_page_content(html, page, config, files):
     """Called by MkDocs for each page: what a picture shows stands under it.
 
-    Long calls may break after a "(" or a ".".
+    Long calls, and names as titles, may break after a "(", "." or "_".
     """
     html = PICTURE.sub(FIGURE, html)
+    if page.file.src_uri in _by_page():
+        html = TITLE.sub(
+            lambda m: m[1] + re.sub(r"(?<=[._])(?=\w)", "<wbr>", m[2]), html
+        )
+    if page.file.src_uri == "api/index.md":
+        html = f'<div class="names">{html}</div>'
     return LONG_CODE.sub(lambda m: re.sub(r"(?<=[(.])(?=\w)", "<wbr>", m[0]), html)

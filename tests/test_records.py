@@ -2,12 +2,11 @@
 
 import dataclasses
 import inspect
-import pkgutil
 import re
 
 import optx_sync as oxs
+from docs import names
 from optx_sync.audit import hlo
-from tests.test_docs import _documented
 from tests.test_signatures import ROOMS
 
 
@@ -19,17 +18,11 @@ def _fields_of(cls):
 
 
 def _public():
-    """What the rooms hold, and what the API pages show."""
+    """What the rooms hold, and what has a page in the API reference."""
     rooms = [oxs, hlo, oxs.audit, oxs.elastic, oxs.graphs]
     rooms += [getattr(oxs, name) for name in ROOMS]
     public = [getattr(room, name) for room in rooms for name in dir(room)]
-    for name, members in _documented():
-        shown = pkgutil.resolve_name(name)
-        public.append(shown)
-        if inspect.ismodule(shown):  # of which a page shows what it defines
-            found = (getattr(shown, member) for member in members or dir(shown))
-            public += [x for x in found if getattr(x, "__module__", "") == name]
-    return public
+    return public + [name.resolve() for name in names.all_names()]
 
 
 def test_docstrings_are_read_in_three_minutes():
