@@ -5,7 +5,8 @@
 
 A script makes a `Report`, adds tables and pictures to it, which are printed as they
 come, and saves it: NAME.json with everything, NAME.md and NAME.png to look at. What its
-page says in words, what follows and what others published, stands in `pages.toml`.
+page says in words, what follows and what others published, stands in `pages.toml`, and
+the order of the pages in `groups.toml`.
 """
 
 import argparse
@@ -31,11 +32,13 @@ from rich.progress import track
 
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
+GROUPS = tomllib.loads((HERE / "groups.toml").read_text())
 PACKAGES = """jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 optax numpy tensorflow-cpu torch drjax ray""".split()
 SUMMARY = """What was measured, a page each: what was done, beside what, and on what
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
-checked anywhere, is no page but a test."""
+checked anywhere, is no page but a test. Why the numbers are what they are:
+[what limits them](what-limits.md)."""
 STAGES = ("trace", "lower", "compile")
 
 
@@ -277,14 +280,14 @@ class Known:
 
 
 def page_of(found: Mapping[str, Any]) -> str:
-    """The page of a JSON file, in Markdown: what follows, picture and table first."""
+    """The page of a JSON file, in Markdown: the answer, picture and table first."""
     words, where = PAGES[found["name"]], found["machine"]
-    page = [f"# {words['title']}"]
+    page = [f"# {words['title']}", f"**{words['answer'].strip()}**"]
     if found["quick"]:
         page += [
             "A short run, which shows only that it runs; the words are the full run's."
         ]
-    page += [words["did"].strip(), f"**{words['follows'].strip()}**"]
+    page += [words["did"].strip(), *filter(None, [words.get("follows", "").strip()])]
     pictures = [
         f"[![{says}]({at})]({at})\n\n*{says}*" for at, says in found["pictures"]
     ]
@@ -359,13 +362,20 @@ def _table(
 
 
 def summarise(folder: Path) -> str:
-    """A page in Markdown: what follows from each page, in the order of `pages.toml`."""
-    rows = [
-        (f"[{of['title']}]({name}.md)", " ".join(of["follows"].split()))
-        for name, of in PAGES.items()
-        if (folder / f"{name}.json").exists()
-    ]
-    return f"# Measured\n\n{SUMMARY}\n\n{_table(['page', 'here'], rows)}\n"
+    """A page in Markdown: the answer of each page, in the groups of `groups.toml`."""
+    page = ["# Measured", SUMMARY]
+    for group, names in GROUPS.items():
+        rows = [
+            (
+                f"[{PAGES[name]['title']}]({name}.md)",
+                " ".join(PAGES[name]["answer"].split()),
+            )
+            for name in names
+            if (folder / f"{name}.json").exists()
+        ]
+        if rows:
+            page += [f"## {group}", _table(["page", "here"], rows)]
+    return "\n\n".join(page) + "\n"
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> None:

@@ -7,12 +7,14 @@
 Pages are opened from the disk, as wide as the window of a laptop and of a phone, light
 and dark; every diff is copied, what hooks.py says of searches is tried, also those for
 names, and the table of all methods is sorted and filtered. The index of the API leads
-to each name, and no page of the API is higher than HIGHEST. No test: it wants a browser,
-and several minutes.
+to each name, and no page of the API is higher than HIGHEST. No test: it wants a
+browser, and several minutes. `--only "measured/*"` looks at some pages, and tries
+nothing else.
 """
 
 import argparse
 import collections
+import fnmatch
 import math
 import re
 import statistics
@@ -20,7 +22,7 @@ import sys
 from pathlib import Path
 
 import names
-from hooks import SEARCHES
+from hooks import ABOUT, SEARCHES
 from playwright.sync_api import sync_playwright
 
 import optx_sync as oxs
@@ -54,6 +56,24 @@ LOOK = r"""() => {
         found.push(["word broken" + (of.closest("table") ? ", table" : ""), word[0]]);
     }
   }
+  // What scrolls sideways shows that at its edge, and nothing in it hides the shadow.
+  const clear = (box) => getComputedStyle(box).backgroundColor === "rgba(0, 0, 0, 0)";
+  for (const box of article.querySelectorAll("*")) {
+    if (!box.clientWidth || box.scrollWidth <= box.clientWidth + 1) continue;
+    const look = getComputedStyle(box), name = box.tagName + " " + box.className;
+    if (!/auto|scroll/.test(look.overflowX) || box.closest(".tabbed-labels")) continue;
+    const shadow = /gradient/.test(look.backgroundImage);
+    if (!shadow || !/local/.test(look.backgroundAttachment))
+      found.push(["scrolls without a hint", name]);
+    for (const table of box.querySelectorAll("table"))
+      if (!clear(table)) found.push(["the hint is hidden", name]);
+  }
+  for (const button of article.querySelectorAll(".md-code__nav")) {
+    const place = button.getBoundingClientRect();
+    const code = button.parentElement.querySelector("code");
+    if (place.width && code.getBoundingClientRect().right > place.left + 0.5)
+      found.push(["copy button over text", code.textContent.slice(0, 40)]);
+  }
   for (const image of article.querySelectorAll("img")) {
     const name = image.getAttribute("src"), look = getComputedStyle(image);
     if (!image.complete || !image.naturalWidth) found.push(["image not there", name]);
@@ -79,7 +99,7 @@ READ = """(table) => {
 }"""
 
 
-def look_at(browser, site, width, scheme):
+def look_at(browser, site, only, width, scheme):
     """All findings (page, what, where) of the pages at one width and in one scheme."""
     view = {"width": width, "height": 900}
     page = browser.new_page(viewport=view, color_scheme=scheme)
@@ -95,9 +115,20 @@ def look_at(browser, site, width, scheme):
     page.on("request", lambda asked: asked.url[:4] == "http" and note("web", asked.url))
     for path in sorted(site.rglob("*.html")):
         name = str(path.relative_to(site))
-        if name == "404.html" or name.replace(".html", ".md") in skipped:
+        wanted = fnmatch.fnmatch(name, only)
+        if name == "404.html" or not wanted or name.replace(".html", ".md") in skipped:
             continue
         page.goto(path.as_uri())
+        foot = page.locator("nav.md-copyright")
+        links = foot.locator("a").evaluate_all(
+            "all => all.map((a) => [a.text, a.href])"
+        )
+        for title, leads_to in ABOUT.items():
+            wanted = site / Path(leads_to).with_suffix(".html")
+            if [title, wanted.as_uri()] not in links or not wanted.exists():
+                note("foot of the page", f"no link {title}")
+        if not re.search(r"optx_sync \d+\.\d+", foot.text_content()):
+            note("foot of the page", "no version")
         for what, where in page.evaluate(LOOK):
             note(what, where)
         if page.evaluate("document.body.dataset.mdColorScheme") != (
@@ -257,6 +288,7 @@ def main():
     parser = argparse.ArgumentParser(description="Look at every page in a browser.")
     parser.add_argument("site", type=Path, help="the folder of the built pages")
     parser.add_argument("--browser", default="/usr/bin/chromium")
+    parser.add_argument("--only", default="*", help="pages, such as 'measured/*'")
     options = parser.parse_args()
     site, found = options.site.resolve(), []
     with sync_playwright() as playwright:
@@ -265,12 +297,13 @@ def main():
         )
         for width in WIDTHS:
             for scheme in ("light", "dark"):
-                some = look_at(browser, site, width, scheme)
+                some = look_at(browser, site, options.only, width, scheme)
                 kinds = collections.Counter(what for _, what, _ in some)
                 print(f"{width} pixels, {scheme}: {dict(kinds) or 'nothing found'}")
                 found += some
-        for look in (reference, copy, search, methods):
-            found += look(browser, site)
+        if options.only == "*":
+            for tried in reference, copy, search, methods:
+                found += tried(browser, site)
     for finding, times in collections.Counter(found).items():
         print(*finding, f"({times})" * (times > 1), sep="  ")
     sys.exit(bool(found))

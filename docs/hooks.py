@@ -1,16 +1,19 @@
-"""What docstrings have that Markdown has not, measured pages, searches; MkDocs' hooks.
+"""What docstrings have that Markdown has not, pages from elsewhere, searches: hooks.
 
 Formulas (``.. math::``, ``:math:``, and ``$$`` in pages) become MathML, which browsers
 draw by themselves. Doctests become code blocks: Markdown would read their prompts, and
 a description that begins with ">= 0", as quotations. The pages that benchmarks and
-reproductions write stand beside the others, under measured/. Each public name has a
-page, made of the lists in docs/api/ (names.py). A search finds guides before reference
-and measurements, and what readers look for, or a name, finds the page about it.
+reproductions write stand beside the others, under measured/, in the groups of
+benchmarks/groups.toml. Each public name has a page, made of the lists in docs/api/
+(names.py). Changelog, licence and what to report are made of files of the repository,
+and the foot of every page leads to them. A search finds guides before reference and
+measurements, and what readers look for, or a name, finds the page about it.
 """
 
 import functools
 import itertools
 import re
+import tomllib
 from pathlib import Path
 
 import griffe
@@ -49,9 +52,19 @@ SEARCHES = {
     "discriminator": ["gan.md"],
     "fedavg": ["federated.md"],
     "changelog": ["changelog.md"],
+    "license": ["license.md"],
+    "faq": ["faq.md"],
+}
+# At the foot of every page.
+ABOUT = {
+    "Changelog": "changelog.md",
+    "Licence: Apache 2.0": "license.md",
+    "Report what is wrong": "reporting.md",
+    "Questions": "faq.md",
 }
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+ISSUES = ROOT / ".github" / "ISSUE_TEMPLATE"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
@@ -105,9 +118,37 @@ class _Extension(Extension):
         md.preprocessors.register(_Docstrings(md), "docstrings", 29)
 
 
+def _license():
+    """The page of LICENSE, word for word."""
+    return f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text().rstrip()}\n```\n"
+
+
+def _reporting(repository):
+    """The page of what a report should say: the issue templates, and SECURITY.md."""
+    page = ["# Report what is wrong, or missing"]
+    if repository:
+        page.append(f"[Open an issue]({repository}/issues), with what is asked below.")
+    else:
+        page.append(
+            "The repository has no public address yet: send this to whoever gave you "
+            "the library."
+        )
+    for name in ("wrong", "idea"):
+        _, head, body = (ISSUES / f"{name}.md").read_text().split("---\n", 2)
+        page += [f"## {head.partition('name: ')[2].splitlines()[0]}", body.strip()]
+    page.append((ROOT / "SECURITY.md").read_text().replace("# ", "## ", 1))
+    return "\n\n".join(page)
+
+
 def on_config(config):
-    """Called by MkDocs once it has read its configuration."""
+    """Called by MkDocs once it has read its configuration: the groups of the menu."""
     config.markdown_extensions.append(_Extension())
+    (measured,) = (of for of in config.nav if "Measured" in of)
+    groups = tomllib.loads((RESULTS.parent / "groups.toml").read_text())
+    measured["Measured"][1:1] = [
+        {title: [f"measured/{page}.md" for page in pages]}
+        for title, pages in groups.items()
+    ]
     return config
 
 
@@ -115,6 +156,9 @@ def on_files(files, config):
     """Called by MkDocs with the files that it found: adds what stands elsewhere."""
     changes = str(ROOT / "CHANGELOG.md")
     files.append(File.generated(config, "changelog.md", abs_src_path=changes))
+    files.append(File.generated(config, "license.md", content=_license()))
+    reporting = _reporting(config.repo_url)
+    files.append(File.generated(config, "reporting.md", content=reporting))
     for path in sorted([*RESULTS.glob("*.md"), *RESULTS.glob("*.png")]):
         name = "index.md" if path.name == "README.md" else path.name
         place = f"measured/{name}"
@@ -202,6 +246,16 @@ def on_nav(nav, config, files):
     return nav
 
 
+def on_env(env, config, files):
+    """Called by MkDocs with what draws pages: the foot's version and links."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    links = [(title, files.src_uris[page].url) for title, page in ABOUT.items()]
+    if config.repo_url:
+        links.append(("Source", config.repo_url))
+    env.globals["about"] = {"version": project["version"], "links": links}
+    return env
+
+
 def on_page_markdown(markdown, page, config, files):
     """Called by MkDocs for each page: how early a search finds it."""
     place = page.file.src_uri
@@ -210,7 +264,8 @@ def on_page_markdown(markdown, page, config, files):
         markdown += "".join(_index())
     elif place.startswith("api/"):
         markdown = names.ENTRIES.sub(_table_of, f"{markdown}\n")
-    page.meta["search"] = {"boost": 1 if "/" in place else 4}
+    guide = "/" not in place and page.file.generated_by is None
+    page.meta["search"] = {"boost": 4 if guide else 1}
     page.meta["search"]["exclude"] = place == "api/index.md"  # it has every word
     page.meta["tags"] = [words for words, of in SEARCHES.items() if place in of]
     if name := _by_page().get(place):

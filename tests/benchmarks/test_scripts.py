@@ -50,6 +50,12 @@ def test_the_pages_are_those_of_the_results(module):
     report, folder = module("report"), BENCHMARKS / "results"
     paths = sorted(folder.glob("*.json"))
     assert {path.stem for path in paths} == set(report.PAGES)
+    in_groups = [name for names in report.GROUPS.values() for name in names]
+    assert sorted(in_groups) == sorted(report.PAGES)
+    for words in report.PAGES.values():
+        answer = words["answer"].strip()
+        assert answer.endswith(".") and ". " not in answer  # one sentence
+        assert len(answer.split()) < 45
     for path in paths:
         found = json.loads(path.read_text())
         assert path.with_suffix(".md").read_text() == report.page_of(found)
