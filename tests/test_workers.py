@@ -376,7 +376,7 @@ def test_the_log_says_once_what_a_step_does(name, caplog):
     caplog.set_level(logging.INFO, "optx_sync")
     workers = oxs.Workers(n, axis, mesh=mesh)
     step, params, state, inputs = trained(tx, workers)
-    step(params, state, jnp.concatenate([inputs, inputs]))  # compiled anew
+    step(params, state, inputs=inputs)  # traced and compiled anew
     assert [x.getMessage() for x in caplog.records if x.name[:9] == "optx_sync"] == [
         said
     ]
