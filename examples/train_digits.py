@@ -78,7 +78,7 @@ STRATEGIES = {  # the steps from one meeting to the next, and whose turn it can 
     ),
 }
 NEXT = """
-Read next:  docs/quick-start.md  ten minutes, to a run that is killed and goes on
+Read next:  docs/quick-start.md  ten minutes, to a run that dies and goes on
             docs/which.md        which method for which links
 Another method is one more line in STRATEGIES of examples/train_digits.py,
     "4 bits": (oxs.local_sgd(INNER, "workers", exchange=CODES), 10, 1),
