@@ -42,7 +42,7 @@ def test_digits_every_strategy_learns_and_only_rounds_are_paid_for(tmp_path):
     entry = re.search(r'^    (".*),$', told, re.MULTILINE)
     names = {"oxs": oxs, "INNER": optax.adam(3e-2), "CODES": oxs.exchange.quantized(4)}
     ((tx, *turns),) = eval(f"{{{entry and entry[1]}}}", names).values()
-    assert turns == [10, 1] and tx.init({"w": np.ones(3)})
+    assert turns == [10, 1] and tx.init({"w": np.ones(3, np.float32)})
     rows = cells(printed)
     assert [name for name, *_ in rows] == list(ROUNDS)
     means = {}
