@@ -6,9 +6,10 @@
 Eight workers on eight forced CPU devices train on the digits that come with
 scikit-learn, ten seeds side by side; nothing is downloaded. It prints a table (the mean
 over the seeds, and twice its standard error), writes it to demo.json, draws a picture,
-and ends with
 
     wrote demo.png
+
+and ends with what to read and to try next.
 """
 
 import argparse
@@ -76,6 +77,12 @@ STRATEGIES = {  # the steps from one meeting to the next, and whose turn it can 
         3,
     ),
 }
+NEXT = """
+Read next:  docs/quick-start.md  ten minutes, to a run that dies and goes on
+            docs/which.md        which method for which links
+Another method is one more line in STRATEGIES of examples/train_digits.py,
+    "4 bits": (oxs.local_sgd(INNER, "workers", exchange=CODES), 10, 1),
+say, and `make demo` again."""
 parser = argparse.ArgumentParser(description="Compare strategies on real data.")
 parser.add_argument("--steps", type=int, default=STEPS)
 parser.add_argument("--out", default="demo.png", help="where the picture goes")
@@ -200,3 +207,4 @@ figure.savefig(options.out, dpi=150)
 Path(options.out).with_suffix(".json").write_text(json.dumps(rows, indent=1))
 Console().print(table)
 print(f"wrote {options.out}")
+print(NEXT)

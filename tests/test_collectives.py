@@ -21,6 +21,7 @@ from optx_sync.comm.collectives import (
     gather,
     scatter_sum,
 )
+from optx_sync.comm.sends import sends
 from optx_sync.comm.varying import vary_like
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
@@ -560,3 +561,35 @@ def test_a_vmap_over_something_else_inside_checked_shard_map():
 
     got = replicated_out(function, jnp.arange(8.0).reshape(4, 2))
     assert np.array_equal(got, [3, 4])
+
+
+def test_what_a_traced_program_sends_is_counted():
+    def scattered(x):
+        return jax.lax.psum_scatter(x, "data", tiled=True)
+
+    def function(x):
+        summed = jax.lax.psum(x, ("data", "model"))  # 4 float32
+        four = jax.lax.ppermute(x[:3].astype(jnp.int4), "data", [(0, 1), (1, 0)])
+
+        def one(carry, _):
+            return jax.lax.pmax(carry[:2], "data").sum() * carry, None
+
+        looped, _ = jax.lax.scan(one, x, length=3)
+        ways = (
+            scattered,
+            lambda x: x[:1],  # sends nothing, and does not count
+            lambda x: scattered(jnp.tile(x, 3))[:1],
+        )
+        chosen = jax.lax.switch(four[0].astype(int), ways, looped)
+        return summed + chosen
+
+    mesh = {"data": 4, "model": 2}
+    program = jax.make_jaxpr(over(mesh, function, False, P()))(jnp.ones(4))
+    assert sends(program.jaxpr) == (
+        {
+            ("all-reduce", ("data", "model")): 16,
+            ("collective-permute", ("data",)): 2,  # 3 numbers of 4 bits
+            ("all-reduce", ("data",)): 3 * 8,
+        },
+        {("reduce-scatter", ("data",)): (16 + 48) / 2},
+    )

@@ -47,7 +47,7 @@ GROUND = {
     "state": files("state/: fields direct leaves held"),
     "workers": files(
         "workers/: mapped fingerprints resize joiners layout processes checkpoints "
-        "kinds comparison step workers"
+        "kinds announced comparison step workers"
     ),
     "audit": files("audit/: hlo programs"),
     "exchange": files(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import os
 import re
 import warnings
@@ -281,3 +282,146 @@ def test_a_gradient_of_shared_parameters_is_not_taken_for_their_sum(mesh):
     )
     with pytest.raises(ValueError, match="has None in out_axes, equal on all workers"):
         run(np.ones(3, np.float32), np.ones((4, 3), np.float32))
+
+
+def trained(tx, workers):
+    """Three steps of a program with 27 float32 parameters: what the next one takes."""
+    params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
+    params, state = workers.start((params, tx.init(params)))
+
+    @workers.step(state=2)
+    def step(params, state, inputs):
+        loss, grads = jax.value_and_grad(loss_of)(params, inputs)
+        return *oxs.apply_gradients(tx, grads, state, params), loss
+
+    inputs = jnp.ones((8, 8))
+    for _ in range(3):
+        params, state, _ = step(params, state, inputs)
+    return step, params, state, inputs
+
+
+SGD = optax.sgd(0.1)
+ON_FOUR = "step: 4 workers along the axis 'workers', on 4 devices (cpu). "
+SIMULATED = (
+    "step: 4 workers along the axis 'workers', simulated by jax.vmap on 1 device "
+    "(cpu). Nothing is sent."
+)
+AFTER = " Behind it a second program averages its other results."
+# The optimizer, the arguments of Workers, and what the log says: of 27 numbers.
+SAID = {
+    "cross_shard": (
+        oxs.cross_shard(SGD, AXIS),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends an all-reduce of 108 bytes." + AFTER,
+    ),
+    "diloco": (
+        oxs.diloco(SGD, AXIS, communication_period=10),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends nothing. A round comes every 10 steps and sends an "
+        "all-reduce of 108 bytes." + AFTER,
+    ),
+    "parts": (
+        oxs.diloco(SGD, AXIS, communication_period=8, fragments=2),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends nothing. A round comes every 4 steps for one of 2 "
+        "parts in turn and sends an all-reduce of 54 bytes on average." + AFTER,
+    ),
+    "a schedule": (
+        oxs.local_sgd(SGD, AXIS, communication_period=lambda step: 2 + step),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends nothing. A round comes when its schedule says and "
+        "sends an all-reduce of 108 bytes." + AFTER,
+    ),
+    # A partner before, another one in the next round: one of two ways.
+    "gossip": (
+        oxs.gossip(SGD, AXIS, communication_period=1, graph=oxs.graphs.exponential()),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends nothing. A round comes in every step and sends a "
+        "collective-permute of 108 bytes." + AFTER,
+    ),
+    # Counters of pushes, and a conditional that is no center rule's.
+    "sync_replicas": (
+        oxs.sync_replicas(SGD, AXIS, replicas_to_aggregate=3),
+        (4, AXIS, True),
+        ON_FOUR + "Each step sends an all-reduce of 16 bytes. Some send besides an "
+        "all-reduce of 108 bytes." + AFTER,
+    ),
+    "along two axes": (
+        oxs.diloco(oxs.cross_shard(SGD, "chips"), "pods", communication_period=7),
+        ((2, 4), ("pods", "chips"), True),
+        "step: 2 x 4 workers along the axes 'pods', 'chips', on 8 devices (cpu). Each "
+        "step sends an all-reduce of 108 bytes along 'chips'. A round comes every 7 "
+        "steps and sends an all-reduce of 108 bytes along 'pods'." + AFTER,
+    ),
+    "sharded workers": (
+        oxs.local_sgd(SGD, AXIS, communication_period=4),
+        (4, AXIS, mesh_of({AXIS: 4, "fsdp": 2})),
+        "step: 4 workers along the axis 'workers', on 8 devices (cpu), the mesh "
+        "{'workers': 4, 'fsdp': 2}. Each step sends nothing. A round comes every 4 "
+        "steps and sends an all-reduce of 108 bytes. What the compiler sends along "
+        "'fsdp' is not counted." + AFTER,
+    ),
+    "simulated cross_shard": (oxs.cross_shard(SGD, AXIS), (4, AXIS, None), SIMULATED),
+    "simulated diloco": (
+        oxs.diloco(SGD, AXIS, communication_period=10),
+        (4, AXIS, None),
+        SIMULATED + " A round comes every 10 steps.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_the_log_says_once_what_a_step_does(name, caplog):
+    tx, (n, axis, mesh), said = SAID[name]
+    caplog.set_level(logging.INFO, "optx_sync")
+    workers = oxs.Workers(n, axis, mesh=mesh)
+    step, params, state, inputs = trained(tx, workers)
+    step(params, state, inputs=inputs)  # traced and compiled anew
+    assert [x.getMessage() for x in caplog.records if x.name[:9] == "optx_sync"] == [
+        said
+    ]
+    assert caplog.records[-1].name == "optx_sync.workers"
+
+
+def test_the_log_says_what_a_step_in_a_loop_does(caplog):
+    """Outside of the step and inside: counters that no host counts."""
+    caplog.set_level(logging.INFO, "optx_sync")
+    workers = oxs.Workers(4, AXIS, mesh=True)
+    tx = oxs.local_sgd(SGD, AXIS, communication_period=4)
+
+    @workers.step(state=2, split=False)
+    def step(params, state, inputs):
+        return oxs.apply_gradients(tx, params - inputs, state, params)
+
+    @workers.step(state=2, split=False)
+    def steps(params, state, inputs):
+        def one(carry, _):
+            params, state = carry
+            return oxs.apply_gradients(tx, params - inputs, state, params), None
+
+        return jax.lax.scan(one, (params, state), length=8)[0]
+
+    inputs = jnp.ones((4, 3))
+    given = workers.start((jnp.zeros(3), tx.init(jnp.zeros(3))))
+    given, _ = jax.lax.scan(
+        lambda carry, _: (step(*carry, inputs), None), given, length=8
+    )
+    steps(*given, inputs)
+    said = ON_FOUR + "Each step sends nothing. A round comes every 4 steps and sends "
+    said = said.removeprefix("step") + "an all-reduce of 12 bytes."
+    found = [x for x in caplog.messages if "workers along" in x]
+    assert found == [f"step{said}", f"steps{said}"]
+
+
+def test_where_nobody_reads_the_log_nothing_is_read_for_it(caplog, monkeypatch):
+    def said(*args, **kwargs):
+        raise AssertionError("said for nobody")
+
+    monkeypatch.setattr("optx_sync.workers.step.said", said)
+    caplog.set_level(logging.WARNING, "optx_sync")
+    workers = oxs.Workers(4, AXIS, mesh=True)
+    step, params, state, inputs = trained(SAID["diloco"][0], workers)
+    # The step has its programs: who begins to read now is told nothing of it.
+    caplog.set_level(logging.INFO, "optx_sync")
+    step(params, state, inputs)
+    assert not [x for x in caplog.messages if "workers along" in x]

@@ -64,18 +64,20 @@ class KindsAsked:
             that they have conditionals, and learned of.
         rules: The rules found, in the order in which they asked; once the step has
             come back, those of them that a host can count.
+        turns: When the parts of all rules meet that asked, counted by a host or not.
     """
 
     def __init__(self, told: Mapping[Places, int] | None = None):
         self.told = told
         self.rules: list[Rule] = []
+        self.turns: list[Turns] = []
         self._given: dict[int, int] = {}
         self._after: dict[Places, Counters] = {}
 
     @contextlib.contextmanager
     def tracing(self, arrays: Sequence[Any]) -> Iterator[None]:
         """Answer rules that hold some of these arrays, one worker's."""
-        self.rules, self._after = [], {}
+        self.rules, self.turns, self._after = [], [], {}
         self._given = {id(x): place for place, x in enumerate(arrays)}
         before = asked.set(self)
         try:
@@ -85,6 +87,7 @@ class KindsAsked:
 
     def kind_of(self, turns: Turns, counters: Counters) -> int | None:
         """The kind of this step for a rule with these counters; `None`: unknown."""
+        self.turns.append(turns)
         places = self._places(counters)
         if places is None or any(rule.places == places for rule in self.rules):
             return None

@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from optx_sync.core.checks import check_function
 from optx_sync.core.trees import KeyPath, Tree, check_arrays, path_name
 from optx_sync.state import fields, held
 from optx_sync.state.leaves import Mark, is_key, is_raw_key
+from optx_sync.workers.announced import log, said
 from optx_sync.workers.kinds import Counted, Kinds, KindsAsked, Rule
 from optx_sync.workers.layout import Arrays, Layout, marks, new_value, strong
 from optx_sync.workers.mapped import map_workers, with_specs
@@ -80,6 +82,7 @@ class Step:
         self.rules: dict[_Call, list[Rule]] = {}
         self.counted: list[Counted] = []
         self._forms = forms.Forms()
+        self._is_said = False  # in the log, what the step does
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
@@ -171,6 +174,10 @@ class Step:
         call, arrays = parts.call, parts.arrays
         if _are_traced(arrays):  # a program around this one, of all kinds
             self._check_batches(parts)
+            if self._is_to_say():
+                asked = KindsAsked()
+                traced = self._program(call, asked).trace(arrays, parts.batches)
+                self._say(asked, traced, parts)
             return self._program_of(call, [], ()), []
         rules = self._rules(parts)
         known = itertools.zip_longest(rules, self.counted[: len(rules)])
@@ -188,11 +195,31 @@ class Step:
             self._check_batches(parts)
             asked = KindsAsked()
             program = self._program(call, asked)
-            program.trace(parts.arrays, parts.batches)
+            traced = program.trace(parts.arrays, parts.batches)
+            if self._is_to_say():
+                self._say(asked, traced, parts)
             self.rules[call] = asked.rules
             if not asked.rules:
                 self.programs[call, ()] = program
         return self.rules[call]
+
+    def _is_to_say(self) -> bool:
+        """Whether the log is to say what this step does: once, if anybody reads it."""
+        return not self._is_said and log.isEnabledFor(logging.INFO)
+
+    def _say(self, asked: KindsAsked, traced: Any, parts: _Parts) -> None:
+        """Say in the log how many workers there are, where, and what they send when."""
+        self._is_said = True
+        after = self._averages_after
+        text = said(
+            self.name,
+            self.layout(),
+            asked.turns,
+            traced,
+            parts.arrays,
+            averages_after=after,
+        )
+        log.info("%s", text)
 
     def _check_axes(self, named: set[str]) -> None:
         """Refuse an axis that no wrapper names where there is one that some does."""

@@ -312,6 +312,9 @@ class Workers:
         it made them (two updates in one step, a loop over steps), or with which there
         would be more than nine programs, has conditionals.
 
+        The first call says in the log `optx_sync.workers`, at level INFO, how many
+        workers there are, on which devices, and what a step and a round send.
+
         Args:
             fun: `(*state, *batches, **batches)` of one worker.
             state: How many arguments are state.

@@ -4,8 +4,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
+import subprocess
 
+import jax
 import pytest
 from matplotlib.image import imread
 
@@ -31,21 +34,90 @@ def test_a_custom_optimizer_learns_and_moves_only_the_rows_it_looks_up(capsys):
     assert "rows of the table that moved: 3 of 1000" in capsys.readouterr().out
 
 
-def test_cells_of_the_notebook_run_in_order_and_print_what_is_stored():
-    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text("utf-8"))
+def code_of(name):
+    """The cells of a notebook that hold code; they were run in their order."""
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text("utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == [1, 2, 3, 4]
-    names: dict[str, object] = {}
+    counts = [cell["execution_count"] for cell in code]
+    assert counts == list(range(1, len(code) + 1))
+    return code
+
+
+def printed_by(cell, names):
+    """What a cell prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile("".join(cell["source"]), "a cell", "exec"), names)
+    return printed.getvalue()
+
+
+def stored_in(cell):
+    """What it printed when the notebook was made."""
+    streams = [x for x in cell["outputs"] if x["output_type"] == "stream"]
+    assert {stream["name"] for stream in streams} <= {"stdout"}
+    return "".join(part for stream in streams for part in stream["text"])
+
+
+def has_picture(cell):
+    return any("image/png" in x.get("data", ()) for x in cell["outputs"])
+
+
+def test_cells_of_the_notebook_run_in_order_and_print_what_is_stored():
+    code, names = code_of("first_steps"), {}
     for cell in code:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile("".join(cell["source"]), "first_steps", "exec"), names)
-        stored = [
-            "".join(output["text"])
-            for output in cell["outputs"]
-            if output["output_type"] == "stream"
-        ]
-        assert printed.getvalue() == "".join(stored)
-    assert "image/png" in code[-1]["outputs"][0]["data"]
+        assert printed_by(cell, names) == stored_in(cell)
+    assert has_picture(code[-1])
+
+
+def numbers(table):
+    """{method: (loss, accuracy in %, bytes sent)} of the table that is printed."""
+    rows = re.findall(r"^(.*\S) +(\S+) +(\S+)% +(\S+)$", table, re.MULTILINE)
+    return {
+        name: (float(loss), float(accuracy), int(sent.replace(",", "")))
+        for name, loss, accuracy, sent in rows
+    }
+
+
+def test_the_notebook_of_diloco_pays_for_rounds_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no wheel is
+    monkeypatch.setenv("STEPS", str(steps := 120))
+    code, names = code_of("diloco"), {}
+    # As users have it.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        tables = [numbers(printed_by(cell, names)) for cell in code]
+    stored = [numbers(stored_in(cell)) for cell in code]
+    assert [list(table) for table in tables] == [list(table) for table in stored]
+    for found, loss, many in ((tables[-1], 3.2, steps), (stored[-1], 2.3, 600)):
+        parallel, diloco, in_bits = found.values()
+        # On a ring of four, of all parameters in float32.
+        size = names["size"] if found is tables[-1] else parallel[2] / many / 6
+        assert parallel[2] == 2 * 3 / 4 * 4 * size * many
+        assert diloco[2] == pytest.approx(parallel[2] / 20, abs=1)
+        assert 7 < diloco[2] / in_bits[2] < 8  # the ends of codes, and their scales
+        assert max(row[0] for row in found.values()) < loss
+    parallel, diloco, _ = stored[-1].values()
+    assert 1 < diloco[0] / parallel[0] < 1.03  # "some 2 % above"
+    assert has_picture(code[-1]) and has_picture(code[-2])
+
+
+def test_the_notebook_of_diloco_takes_the_wheel_beside_it(tmp_path, monkeypatch):
+    install = code_of("diloco")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"wheel .* `make dist`, or `pip"):
+        printed_by(install, {})
+    (tmp_path / "optx_sync-0.2.0-py3-none-any.whl").touch()
+    given = []
+
+    def run(command, **how):
+        given.append(command)
+        return subprocess.CompletedProcess(command, len(given) - 1, "", "no space")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    printed_by(install, {})
+    assert given[0][1:4] == ["-m", "pip", "install"]
+    assert given[0][4:] == ["optx_sync-0.2.0-py3-none-any.whl[plot]"]
+    with pytest.raises(RuntimeError, match=r"pip could not install .*: no space"):
+        printed_by(install, {})
 
 
 WRITER = """

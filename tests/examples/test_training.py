@@ -6,10 +6,12 @@ import re
 import shutil
 
 import numpy as np
+import optax
 from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+import optx_sync as oxs
 from tests import scripts
 from tests.examples.running import EXAMPLES, cells, run
 
@@ -32,7 +34,15 @@ DEMO = EXAMPLES.parent / "docs" / "images" / "demo.json"
 def test_digits_every_strategy_learns_and_only_rounds_are_paid_for(tmp_path):
     picture = tmp_path / "picture.png"
     printed = run("train_digits", "--steps", STEPS, "--out", picture)
-    assert printed.endswith(f"\nwrote {picture}\n")
+    _, told = printed.split(f"\nwrote {picture}\n")
+    assert max(map(len, told.splitlines())) <= 80
+    named = re.findall(r"\S+\.(?:md|py)", told)
+    assert len(named) == 3 and all((EXAMPLES.parent / one).exists() for one in named)
+    # What it tells to add is a strategy.
+    entry = re.search(r'^    (".*),$', told, re.MULTILINE)
+    names = {"oxs": oxs, "INNER": optax.adam(3e-2), "CODES": oxs.exchange.quantized(4)}
+    ((tx, *turns),) = eval(f"{{{entry and entry[1]}}}", names).values()
+    assert turns == [10, 1] and tx.init({"w": np.ones(3, np.float32)})
     rows = cells(printed)
     assert [name for name, *_ in rows] == list(ROUNDS)
     means = {}
