@@ -19,7 +19,7 @@ from optx_sync.core.trees import brief
 
 # Each reference of a docstring: authors, "title", year, arXiv 2311.08105 (a remark).
 _FORM = re.compile(
-    r'(?P<authors>[^"]+), "(?P<title>[^"]+)", (?P<year>\d{4})(?:, (?P<where>[^()]+?))?'
+    r'(?P<authors>[^":]+), "(?P<title>[^"]+)", (?P<year>\d{4})(?:, (?P<where>[^()]+?))?'
     r"(?: \([^()]+\))?\.(?: |$)"
 )
 # What holds no function.

@@ -83,8 +83,8 @@ def diloco(
         Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
         Models", 2023, arXiv 2311.08105. Charles et al., "Communication-Efficient
         Language Model Training Scales Reliably and Robustly", 2025, arXiv 2503.09799.
-        Of one worker: Kallusky et al., "SNOO: Step-K Nesterov Outer Optimizer", 2025,
-        arXiv 2510.15830.
+        Kallusky et al., "SNOO: Step-K Nesterov Outer Optimizer", 2025, arXiv
+        2510.15830 (of one worker).
     """
     return center_variable(
         inner,
