@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import optax
-from matplotlib import rcParams
+from matplotlib import rcParamsDefault
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -68,7 +68,8 @@ def test_digits_every_strategy_learns_and_only_rounds_are_paid_for(tmp_path):
     assert abs(means["one device"] - means["cross_shard"]) < 0.7
     image = imread(picture)[..., :3]
     # A line for each strategy that sends: in a label a colour has few pixels.
-    for colour in rcParams["axes.prop_cycle"].by_key()["color"][: len(ROUNDS) - 1]:
+    colours = rcParamsDefault["axes.prop_cycle"].by_key()["color"]
+    for colour in colours[: len(ROUNDS) - 1]:
         assert np.isclose(image, to_rgb(colour), atol=0.02).all(-1).sum() > 700
 
 
