@@ -23,8 +23,7 @@ import on_ray
 import optax
 import ray
 import report
-from pictures import GREY
-from report import Line, Panel
+from pictures import GREY, Line, Panel
 
 import optx_sync as oxs
 from optx_sync import runtime

@@ -13,7 +13,8 @@ import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
-from report import Line, Panel, in_turns, on_cpu, reproduce
+from pictures import Line, Panel
+from report import in_turns, on_cpu, reproduce
 
 import optx_sync as oxs
 from optx_sync.audit import hlo

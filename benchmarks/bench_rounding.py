@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
-from report import Line, Panel, on_cpu, reproduce
+from pictures import Line, Panel
+from report import on_cpu, reproduce
 
 import optx_sync as oxs
 

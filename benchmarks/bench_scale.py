@@ -23,7 +23,8 @@ import report
 from by_hand import AXIS, CASES, INNER, PERIOD, begun, contents, update
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from report import STAGES, Line, Panel, Report, build, each
+from pictures import Line, Panel
+from report import STAGES, Report, build, each
 from training import workers_step
 
 import optx_sync as oxs

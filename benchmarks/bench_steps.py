@@ -23,7 +23,8 @@ import optax
 import peers
 import report
 from by_hand import update
-from report import Line, Panel, Report, each, ratio, spread
+from pictures import Line, Panel
+from report import Report, each, ratio, spread
 
 import optx_sync as oxs
 from optx_sync.audit import hlo

@@ -24,7 +24,8 @@ import report
 from by_hand import AXIS, PERIOD, contents
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from report import Line, Panel, Report, ratio, spread
+from pictures import Line, Panel
+from report import Report, ratio, spread
 from training import loss_of
 
 import optx_sync as oxs

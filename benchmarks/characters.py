@@ -16,7 +16,8 @@ import numpy as np
 import optax
 import report
 from by_hand import AXIS, begun, update
-from report import Line, Panel, of_seeds
+from pictures import Line, Panel
+from report import of_seeds
 from training import collectives_of, workers_step
 
 import optx_sync as oxs

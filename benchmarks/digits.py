@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from by_hand import begun
-from report import Line, Panel, each
+from pictures import Line, Panel
+from report import each
 from sklearn.datasets import load_digits
 from training import workers_step
 

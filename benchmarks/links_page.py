@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from by_hand import AXIS, mesh_of
 from links import ALONE, COUNTS, begin, methods
-from report import Line, Panel, Report
+from pictures import Line, Panel
+from report import Report
 
 import optx_sync as oxs
 from optx_sync.audit import Collective, Strategy

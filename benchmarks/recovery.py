@@ -22,7 +22,7 @@ import on_ray
 import optax
 import report
 from faults import RULES
-from report import COLOURS, Line, Panel
+from pictures import COLOURS, Line, Panel
 
 from optx_sync import runtime
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from pictures import COLOURS, Line, Panel, figure_of, kept, save  # noqa: F401
+from pictures import Panel, figure_of, kept, save
 from rich.progress import track
 
 HERE = Path(__file__).parent

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from digits import DOWNPOUR as DOWNPOUR_RULE
 from digits import LABELS, TEST, accuracy_of, initial, loss_of
-from report import Line, Panel, grid, listed, of_seeds, percent, reproduce, threads
+from pictures import Line, Panel
+from report import grid, listed, of_seeds, percent, reproduce, threads
 
 import optx_sync as oxs
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import LABELS, TEST, accuracy_of, initial, loss_of
-from report import Line, Panel, grid, of_seeds, reproduce
+from pictures import Line, Panel
+from report import grid, of_seeds, reproduce
 
 import optx_sync as oxs
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import accuracy_of, drawing, initial, loss_of, split
-from report import Line, Panel, grid, of_seeds, percent, reproduce
+from pictures import Line, Panel
+from report import grid, of_seeds, percent, reproduce
 
 import optx_sync as oxs
 from optx_sync.runtime import one, quorum

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import accuracy_of, drawing, initial, loss_of, split
-from report import Line, Panel, each, of_seeds, percent, reproduce
+from pictures import Line, Panel
+from report import each, of_seeds, percent, reproduce
 
 import optx_sync as oxs
 

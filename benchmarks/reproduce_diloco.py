@@ -11,7 +11,8 @@ import characters
 import numpy as np
 import optax
 from characters import AXIS, COMMON_RATE, Method, percent
-from report import Line, each, of_seeds, processes
+from pictures import Line
+from report import each, of_seeds, processes
 
 import optx_sync as oxs
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import DOWNPOUR, LABELS, TEST, accuracy_of, loss_of
-from report import Line, Panel, grid, reproduce, threads
+from pictures import Line, Panel
+from report import grid, reproduce, threads
 
 import optx_sync as oxs
 

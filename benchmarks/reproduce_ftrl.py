@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sparse_methods as sparse
-from report import Line, Panel, grid, listed, of_seeds, reproduce
+from pictures import Line, Panel
+from report import grid, listed, of_seeds, reproduce
 from sklearn.metrics import roc_auc_score
 
 FEATURES = 2**18

@@ -7,7 +7,8 @@ python benchmarks/reproduce_goodput.py --quick
 from itertools import product
 
 import numpy as np
-from report import Line, Panel, grid, percent, reproduce
+from pictures import Line, Panel
+from report import grid, percent, reproduce
 
 import optx_sync as oxs
 from optx_sync.runtime import quorum

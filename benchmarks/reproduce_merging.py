@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from by_hand import AXIS, begun, update
 from characters import COMMON_RATE, Method, percent
-from report import Line, Panel, each, of_seeds, processes
+from pictures import Line, Panel
+from report import each, of_seeds, processes
 from training import workers_step
 
 import optx_sync as oxs

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 from by_hand import begun, update
 from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
-from report import Line, Panel, percent, reproduce
+from pictures import Line, Panel
+from report import percent, reproduce
 from training import AXIS, workers_step
 
 import optx_sync as oxs

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import characters
 import numpy as np
-from report import Line, Panel, each, of_seeds, processes
+from pictures import Line, Panel
+from report import each, of_seeds, processes
 
 PARTS = 5
 KINDS = "parts", "overlap", "both", "often", "a part in every step"

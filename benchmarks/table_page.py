@@ -9,7 +9,8 @@ import jax
 import methods
 import numpy as np
 from methods import AXIS, INNER, METHODS, PERIOD, SWEEP, WORKERS, initial, rate_of
-from report import Line, Panel, Report, of_seeds
+from pictures import Line, Panel
+from report import Report, of_seeds
 
 import optx_sync as oxs
 

@@ -23,7 +23,8 @@ import numpy as np
 import on_ray
 import optax
 import ray
-from report import COLOURS, Line, Panel, reproduce, spread
+from pictures import COLOURS, Line, Panel
+from report import reproduce, spread
 
 import optx_sync as oxs
 from optx_sync import runtime

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import optx_sync as oxs
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))  # before what stands there is imported
 from pictures import COLOURS, GREY, WIDTH, Line, Panel, figure_of, save  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"

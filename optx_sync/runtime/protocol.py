@@ -302,8 +302,7 @@ def wants(client: Client) -> Request | None:
     asked = Request(c.phase, c.worker, c.incarnation, c.epoch, c.joins, part)
     match c.phase:
         case "enter":
-            entering = Request("enter", c.worker, c.incarnation, above=c.above)
-            return entering._replace(asked=c.asked)
+            return asked._replace(epoch=0, joins=0, above=c.above, asked=c.asked)
         case "send":
             line = c.lines[part] if c.lines else Line()
             # If it is neither the next nor the last one again, the server refuses it.
